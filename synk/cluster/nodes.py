@@ -92,8 +92,8 @@ class RankLink:
         self._node, self._process = node, process
         self.is_open = True
         self._body: Any = None
-        self.replies: deque[tuple[bytes, Any, list[tuple[int, int]]]] = deque()
-        self._read: tuple[Any, list[tuple[int, int]]] = None, []
+        self.replies: deque[tuple[bytes, Any, list[Segment]]] = deque()
+        self._read: tuple[Any, list[Segment]] = None, []
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
         """Keep the body of a message for :meth:`write`."""
@@ -119,8 +119,8 @@ class RankLink:
 
     def receive_body(self, number: int) -> tuple[Any, list[Descriptor]]:
         """Return the body of the reply that was read. Its memory is that of this program in which copies arrive."""
-        content, made = self._read
-        return content, owned(map(os.dup, [self._node.memory[number].fd for number, _ in made]))
+        (content, made), self._read = self._read, (None, [])
+        return content, owned(map(os.dup, [segment.fd for segment in made]))
 
     def drain(self) -> None:
         """Drop the replies that are there."""
@@ -394,7 +394,8 @@ class Node:
             segment = self.memory[number] if number < 0 else self._of_number.get(number)
             if segment is not None:
                 segment.buffer[at : at + array.nbytes] = array
-        process.link.replies.append((reply, content, made))
+        # With the memory itself: if the rank has died, its agent says that it is gone before the reply is read.
+        process.link.replies.append((reply, content, [self.memory[number] for number, _ in made]))
 
     def _ended(self, rank: int, start: int, text: str, up: np.ndarray, lines: list[str]) -> None:
         if (process := self._of(rank, start)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -27,7 +28,7 @@ from support.harness import (
     wait_for,
     wait_until_dead,
 )
-from support.nodes import agents, assert_maps, assert_talks, kill_and_hear, total
+from support.nodes import agents, assert_maps, assert_talks, hear_of, kill_and_hear, total
 
 import synk
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
@@ -284,6 +285,34 @@ def test_what_dies_after_its_part_of_a_call_may_take_its_last_word_along(reused:
             error = caught.value
             assert (error.ranks, error.nodes) == (((3,), ()) if victim == "rank" else ((2, 3), (1,)))
             assert_talks(runtime)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_worker_answers_calls_and_dies_in_the_next(tmp_path: Path) -> None:
+    """The answer brings memory, of which the agent says that it is gone before the program reads the answer."""
+
+    def answer(x: np.ndarray) -> np.ndarray:
+        while not (tmp_path / "all are sent").exists():
+            time.sleep(0.005)
+        return np.full(3000, x.sum())
+
+    def die(x: np.ndarray) -> None:
+        if synk.comm.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with synk.fork(2, cluster="here", nodes=2) as runtime:
+        victim = pids(runtime)[3]
+        answers, dies = runtime.function(answer, outputs="sum"), runtime.function(die, outputs=None)
+        runtime.distribute()  # or the last call would wait for the others
+        *answered, last = [call.submit(np.arange(4.0)) for call in (answers, answers, dies)]
+        (tmp_path / "all are sent").touch()
+        hear_of(runtime, victim)
+        with pytest.raises(WorkerDied, match="rank 3 "):
+            last.result()
+        for call in answered:
+            with contextlib.suppress(WorkerDied):  # unless all ranks had answered by then
+                assert call.result().tolist() == [6.0] * 3000
+        assert_talks(runtime)
 
 
 # ----- other ends of calls

@@ -21,6 +21,11 @@ def agents(runtime: Any) -> list[int]:
 def kill_and_hear(runtime: Any, *pids: int) -> None:
     """End workers or agents, and wait until the program knows of it: agents tell of their workers a little later."""
     kill_and_wait(*pids)
+    hear_of(runtime, *pids)
+
+
+def hear_of(runtime: Any, *pids: int) -> None:
+    """Wait until the program knows that workers or agents have ended."""
     nodes = runtime._session.processes.nodes
 
     def is_known() -> bool:
