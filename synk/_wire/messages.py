@@ -79,8 +79,8 @@ class Leaf(NamedTuple):
     partial_of: Any = None
     room: int = 0
 
-    def __eq__(self, other: Any) -> bool:  # NumPy calls float64 equal to None
-        return tuple.__eq__(self, other) and (self.dtype is None) == (other.dtype is None)
+    def __eq__(self, other: Any) -> bool:  # NumPy calls float64 equal to None, and np.record equal to a plain record
+        return tuple.__eq__(self, other) and getattr(self.dtype, "type", 0) is getattr(other.dtype, "type", 0)
 
     def __hash__(self) -> int:
         return tuple.__hash__(self)

@@ -17,7 +17,7 @@ from synk._api.runtime import Runtime
 from synk._pure.nested import check_no_list, paths, take_apart
 from synk.errors import ClosedError, UnsupportedError
 from synk.torch import _passes as ranks
-from synk.torch._module_parts import dump_apart, load_joined, numbers_of
+from synk.torch._module_parts import check_gradients, dump_apart, load_joined, numbers_of
 
 
 class DataParallel(torch.nn.Module):
@@ -44,8 +44,9 @@ class DataParallel(torch.nn.Module):
         If ``module`` is not a module, or is parallel already. From a call with a module among its arguments.
     ValueError
         From a call if its tensors have different numbers of rows, an output has no row for each of them, or an output
-        that is no tensor differs between the workers; if forward writes into a parameter, or a hook of the module
-        itself (not of a part of it) has computed a tensor from its parameters.
+        that is no tensor differs between the workers; if forward writes into a parameter, or makes or drops a buffer;
+        if a hook of the module itself (not of a part of it) has computed a tensor from its parameters, or a tensor that
+        is no parameter requires a gradient.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.
@@ -197,6 +198,7 @@ class _Calls:
                         "part of the module."
                     )
                 check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
+        check_gradients(f"send {self.name!r}", self.module.modules())
         for name, value in vars(self.module).items() if self.module._forward_pre_hooks else ():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 raise ValueError(

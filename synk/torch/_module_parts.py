@@ -41,6 +41,21 @@ def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         before.append((device, start, end, name, tensor))
 
 
+def check_gradients(what: str, modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if a tensor that is no parameter wants a gradient, which nobody would sum over the ranks.
+
+    What the hooks of a module have computed (``weight_norm``) is computed anew on the ranks.
+    """
+    for part in modules:
+        for name, value in {**part._buffers, **({} if part._forward_pre_hooks else vars(part))}.items():
+            is_other = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+            if is_other and value.is_leaf and value.requires_grad:
+                raise ValueError(
+                    f"cannot {what}: {name!r} of {type(part).__name__} requires a gradient and is no Parameter, so its "
+                    "gradient would not be that of all rows. Make it a torch.nn.Parameter, or .detach() it."
+                )
+
+
 class Apart:
     """Mixed into a pickler: ``place`` returns what stands for a tensor; None pickles it.
 

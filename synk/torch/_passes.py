@@ -119,6 +119,14 @@ class _Run:
                     "with max_norm does), for this worker's rows only, expected parameters that only the program "
                     "changes. Write into it in the program, between optimizer.step() and the next call."
                 )
+        changed = {name for name, _ in module.named_buffers()} - {*values} | {k for k, v in values.items() if v is None}
+        if changed:
+            _loaded.cache_clear()  # the module has it now, and would begin the next pass with it
+            raise ValueError(
+                f"cannot run forward on several workers: it makes or drops the buffer {min(changed)[7:]!r}, which the "
+                "program would not see, expected the same buffers after it. Register it with a tensor, and write into "
+                "it."
+            )
         self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])
         self.outputs: list[torch.Tensor] = []
 

@@ -27,7 +27,7 @@ from synk._pure.tracebacks import verb
 from synk._wire.parcels import dumps
 from synk.torch import _checkpoint, _rank, _state
 from synk.torch._guard import Guard
-from synk.torch._module_parts import check_memory, makings_of
+from synk.torch._module_parts import check_gradients, check_memory, makings_of
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
 
@@ -74,8 +74,8 @@ def replicate(
         If there are no objects, or one has no ``state_dict``.
     ValueError
         If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
-        a parameter has a hook, parameters or buffers that are different tensors share memory, or an option has a value
-        that is not listed.
+        a parameter has a hook, a tensor that is no parameter requires a gradient, parameters or buffers that are
+        different tensors share memory, or an option has a value that is not listed.
     SerializationError
         If the objects cannot be pickled.
 
@@ -133,6 +133,7 @@ def _check_objects(objects: Sequence[Any]) -> None:
                     "change the gradient in the body, after backward()."
                 )
     modules = [obj for obj in objects if _state.is_module(obj)]
+    check_gradients(f"replicate {_state.names_of(modules)}", _state.parts_of(modules))
     check_memory(f"replicate {_state.names_of(modules)}", (pair for obj in modules for pair in _state.tensors_of(obj)))
     known = {id(parameter) for parameter in _state.parameters_of(objects)}
     for obj in filter(_state.is_optimizer, objects):

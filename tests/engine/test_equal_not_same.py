@@ -98,6 +98,16 @@ def test_an_object_after_a_float(shared_runtimes: Any, where: Any) -> None:
             assert call(kind, other) == (want if op else [want] * shared_runtimes[where].world_size)
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_plain_records_after_a_recarray(shared_runtimes: Any, where: Any) -> None:
+    records = np.rec.array([(1, 2.0)], names="a,b")
+    plain = records.view([("a", "i8"), ("b", "f8")], np.ndarray)
+    for op in ("gather", "first"):
+        call = shared_runtimes[where].function(lambda x: records if x[0] else plain, outputs=op)
+        for k in (0, 1, 0, 0, 1):
+            assert type(call([k, k])) is type(records if k else plain)
+
+
 def test_arguments_that_look_alike_but_are_given_in_another_form(shared_runtimes: Any) -> None:
     """Calls find the plan of a call before: each of these must find its own."""
     rt, x, y = shared_runtimes[2], np.arange(6.0), np.arange(6.0) + 10

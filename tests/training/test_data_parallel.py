@@ -369,6 +369,18 @@ class Applied(torch.nn.Module):
         return self.fn(x, other)
 
 
+class Kept(torch.nn.Module):
+    """Makes a buffer if it has none, and drops it otherwise."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.register_buffer("kept", kept)
+
+    def forward(self, x: Any) -> Any:
+        self.kept = torch.ones(1) if self.kept is None else None
+        return x
+
+
 def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     parallel = lambda module, **options: synk.torch.DataParallel(module, runtime=rt, **options)  # noqa: E731
@@ -378,6 +390,8 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     sparse = parallel(torch.nn.Embedding(4, 3, sparse=True))
     renormed = parallel(torch.nn.Embedding(4, 3, max_norm=0.5))
     normed = parallel(torch.nn.utils.spectral_norm(torch.nn.Linear(5, 2)))
+    biased, counting, forgetting = parallel(mlp()), parallel(Kept(None)), parallel(Kept(torch.ones(1)))
+    biased.register_buffer("shift", torch.zeros(2, requires_grad=True))
     x = batches(1)[0][0].requires_grad_()
     cases: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         r"expected a torch\.nn\.Module that is not parallel yet": (TypeError, lambda: parallel(model)),
@@ -392,6 +406,9 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
         "writes into the parameter 'weight'": (ValueError, lambda: renormed(torch.tensor([0, 1, 2]))),
         r"cannot send attribute 'weight'.*torch\.nn\.Sequential": (ValueError, lambda: normed(torch.ones(8, 5))),
+        "'shift' of Sequential requires a gradient": (ValueError, lambda: biased(torch.ones(8, 5))),
+        "makes or drops the buffer 'kept'": (ValueError, lambda: counting(torch.ones(8, 5))),
+        "cannot run forward .* the buffer 'kept'": (ValueError, lambda: forgetting(torch.ones(8, 5))),
         "too large": (OverflowError, lambda: fragile(bad)),
         "cannot send the inputs": (synk.errors.SerializationError, lambda: model(threading.Lock())),
         "cannot send the outputs": (

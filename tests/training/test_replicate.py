@@ -244,6 +244,8 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     x, ids = torch.ones(4, 5, dtype=torch.float64), torch.ones(6, 3, dtype=torch.long)
     masked, pruned = mlp(), mlp()
     masked[0].weight.register_hook(lambda gradient: gradient * 0)
+    shifted = mlp()
+    shifted[0].shift = torch.zeros(2, requires_grad=True)
     of_pruned = synk.torch.replicate(pruned, runtime=rt)
     pruned[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
     rep, of_sparse = synk.torch.replicate(model, runtime=rt), synk.torch.replicate(sparse, runtime=rt)
@@ -260,6 +262,9 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "lazy parameters": (ValueError, lambda: synk.torch.replicate(torch.nn.LazyLinear(3), runtime=rt)),
         r"its parameter '0\.weight' has a hook.*in the body, after backward\(\)": (
             ValueError, lambda: synk.torch.replicate(masked, runtime=rt)
+        ),
+        r"'shift' of Linear requires a gradient.*a torch\.nn\.Parameter": (
+            ValueError, lambda: synk.torch.replicate(shifted, runtime=rt)
         ),
         r"its parameter '2\.bias' has a hook": (ValueError, of_pruned.push),
         "it has 0 parameters, expected one for each of the 1 replicated objects": (
