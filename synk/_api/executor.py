@@ -32,7 +32,7 @@ from synk._engine.tasks import Task, Tasks
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor, eventfd
-from synk.errors import ClosedError
+from synk.errors import ClosedError, ReentrancyError
 
 R = TypeVar("R")
 
@@ -336,7 +336,7 @@ class _Driver:
                 waiting[0].set_exception(error)
         while self._maps:
             self._maps.pop().end(error)
-        with contextlib.suppress(ClosedError):  # then they end with the runtime
+        with contextlib.suppress(ClosedError, ReentrancyError):  # they end with the runtime, or nobody wants them
             self._tasks.cancel()
 
 

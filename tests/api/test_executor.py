@@ -11,6 +11,7 @@ import operator
 import os
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -400,3 +401,15 @@ def test_scipy_and_emcee_give_what_they_give_in_one_process(shared_runtimes: Any
             np.testing.assert_array_equal(optimum(workers=workers), optimum())
         for pool in (executor, rt):
             np.testing.assert_array_equal(chain(pool), chain(None))
+
+
+def test_a_task_that_comes_while_a_function_runs_in_the_programs_own_rank() -> None:
+    """It may fail, but the executor stays usable."""
+    with synk.fork(0) as rt, synk.Executor(runtime=rt) as executor:
+        futures: list[Any] = []
+        timer = threading.Timer(0.1, lambda: futures.append(executor.submit(pow, 2, 5)))
+        timer.start()
+        assert list(rt.map(time.sleep, [0.4])) == [None]
+        timer.join()
+        assert isinstance(futures[0].exception(timeout=20), (synk.errors.ReentrancyError, type(None)))
+        assert executor.submit(pow, 2, 5).result(timeout=20) == 32
