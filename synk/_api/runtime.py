@@ -401,7 +401,7 @@ class Runtime(Hinting):
             The shortest iterable ends the map, as in the built-in ``map``.
         batch_size : int, optional
             The number of items to send to a worker at a time. By default a share of a list at first, one of any other
-            iterable, then as many as take about 20 ms; a worker gives back what it has not begun after that time.
+            iterable, then as many as take about 20 ms; a worker returns those that it has not begun by then.
         ordered : bool
             Whether results come in the order of the items. Otherwise they come as soon as they are there.
         progress : bool
