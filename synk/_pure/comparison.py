@@ -99,6 +99,8 @@ def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
         return np.shape(value) == np.shape(serial) and tolerance.allows(value, serial)
     if value is serial:
         return True
+    if isinstance(value, np.dtype) is not isinstance(serial, np.dtype):
+        return False  # that of float64 equals None, and float
     try:
         if isinstance(value, (np.ndarray, np.generic)) or isinstance(serial, np.ndarray):
             one, other = np.asarray(value), np.asarray(serial)

@@ -40,7 +40,7 @@ OTHER: list[tuple[Any, Any]] = [
     (np.array([True]), np.array([False])), (np.array([3]), np.array([4])), ([1.0], [1.0, 2.0]),
     (np.array(["a", "b"]), np.array(["a", "c"])), (np.zeros((0, 3)), np.zeros((0, 2))),
     (NAT, NAT.astype("M8[D]") + 1), (NAT[:1], np.array(["2020"], "M8[s]")), (RECORDS, RECORDS[["a"]]),
-    ([{"a": (NAN, 1.0)}], [{"a": (NAN, 2.0)}]), ((1.0,), [1.0]),
+    ([{"a": (NAN, 1.0)}], [{"a": (NAN, 2.0)}]), ((1.0,), [1.0]), (np.dtype(float), None), (None, np.dtype(float)),
 ]  # fmt: skip
 
 
