@@ -363,6 +363,15 @@ PROGRAMS: dict[str, str] = {
         change: vars(held)["_held"]["rate"] += 1
         read: repr(held.rate)
         """,
+    "instance, order of attributes": """
+        held = Model()
+        held.a, held.b, held.c = 1, 2, 3
+        change: value = held.__dict__.pop("abc"[n % 3]); setattr(held, "abc"[n % 3], value)
+        """,
+    "namespace, order of attributes": """
+        held = SimpleNamespace(a=1, b=2, c=3)
+        change: value = held.__dict__.pop("abc"[n % 3]); setattr(held, "abc"[n % 3], value + 1)
+        """,
     "instance with __getstate__": """
         class Own:
             w = ()
