@@ -140,8 +140,8 @@ class Book(Shelf):
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
             named = self.named_of(function_id)
-            # What holds replaced objects comes last: a rank may make them from copies of objects that change now.
-            for node in filter(self._is_known, sorted(fresh, key=_lacks_parts)):
+            # What holds replaced objects comes last, as do states: a rank may copy objects into them that change now.
+            for node in filter(self._is_known, sorted(fresh, key=_turn)):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node in again or node.parcel.number in packed_before:
                     again.discard(node)
@@ -665,6 +665,10 @@ def _end(captures: Iterable[Any]) -> None:
     """Have captures ask the book what their function lacks."""
     for capture in captures:
         capture.is_valid = False
+
+
+def _turn(node: Node) -> tuple[bool, bool]:
+    return _lacks_parts(node), any(isinstance(facet, State) for facet in node.facets)
 
 
 def _lacks_parts(node: Node) -> bool:

@@ -381,6 +381,12 @@ PROGRAMS: dict[str, str] = {
         held.w = [1]
         change: held.w.append(n)
         """,
+    "frame of pandas, which copies its attrs": """
+        import pandas as pd
+        held = pd.DataFrame({"a": [1.0, 2.0]})
+        change: held.attrs["n"] = n
+        read: repr(held.attrs)
+    """,
     "instance with __getstate__, a key that equals the one before": """
         class Own:
             def __init__(self): self.w = {1: 2}
