@@ -32,7 +32,7 @@ class ArrayContents(Facet):
     memory : (mmap, int)
         Where that memory is in this process: the mapping, and the offset in it.
     form : tuple
-        The dtype and shape that were sent.
+        The dtype, the shape and the order of elements that were sent.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -47,7 +47,7 @@ class ArrayContents(Facet):
     # -- what an array is -----------------------------------------------------------------------------------------
 
     def _form(self) -> Any:
-        return self.obj.dtype, self.obj.shape
+        return self.obj.dtype, self.obj.shape, self.order
 
     def _version(self) -> Any:
         return None

@@ -126,7 +126,9 @@ class Table(Facet):
             return []
         found = [Change(self.kind, key, now.get(key, MISSING)) for key in told]
         found += [Change(self.kind, key, value) for key, value in list(now.items()) if key not in told]
-        return [each for each in found if not self._is_told(each)]
+        found = [each for each in found if not self._is_told(each)]
+        own = {} if isinstance(self.obj, (type, types.FunctionType, types.ModuleType)) else table_of(self.obj) or {}
+        return found + (_reordering(told, own) if self.kind == "attribute" else [])
 
     def _is_told(self, change: Change) -> bool:
         """Whether the ranks have a unit already. Binding a name to an equal number or text is no change."""
@@ -138,13 +140,18 @@ class Table(Facet):
         return False
 
     def tell(self, change: Change) -> None:
-        if change.value is MISSING:
+        if change.kind == "order":
+            _reorder(self.told, change.value)
+        elif change.value is MISSING:
             self.told.pop(change.key, None)
         else:
             self.told[change.key] = change.value
 
     def forget(self, change: Change) -> None:
-        self.told[change.key] = UNKNOWN
+        if change.kind == "order":
+            _reorder(self.told, change.value[::-1])
+        else:
+            self.told[change.key] = UNKNOWN
 
 
 class Names(Table):
@@ -268,11 +275,13 @@ class State(Facet):
         if self._is_dict and type(told[2]) is dict and type(now[2]) is dict:
             values = {**dict.fromkeys(told[2], MISSING), **now[2]}
             found = [each for each in values.items() if not alike(told[2].get(each[0], MISSING), each[1])]
-            return [Change("attribute", key, value) for key, value in found]
+            return [Change("attribute", key, value) for key, value in found] + _reordering(told[2], now[2])
         return [Change("state", None, now[2])]
 
     def tell(self, change: Change) -> None:
-        if change.kind == "attribute" and change.value is MISSING:
+        if change.kind == "order":
+            _reorder(self.told[2], change.value)
+        elif change.kind == "attribute" and change.value is MISSING:
             self.told[2].pop(change.key, None)
         elif change.kind == "attribute":
             again = self._now()[2]
@@ -283,6 +292,18 @@ class State(Facet):
 
     def forget(self, change: Change) -> None:
         self.told = (*self.told[:2], UNKNOWN)
+
+
+def _reordering(told: dict[Any, Any], now: dict[Any, Any]) -> list[Change]:
+    """Return the change after which attributes have the order of now, once those that differ were told."""
+    after = [key for key in told if key in now] + [key for key in now if key not in told]
+    return [] if after == list(now) else [Change("order", None, tuple(now))]
+
+
+def _reorder(table: dict[Any, Any], names: tuple[Any, ...]) -> None:
+    for name in names:
+        if name in table:
+            table[name] = table.pop(name)
 
 
 def _ignore(part: Any) -> None:

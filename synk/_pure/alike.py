@@ -91,14 +91,17 @@ def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
     if kind in (tuple, list):
         return len(told) == len(now) and _are_alike(told, now, depth - 1)
     if kind is dict:
-        return list(told) == list(now) and _are_alike(told.values(), now.values(), depth - 1)
+        pairs = (told, now), (told.values(), now.values())
+        return len(told) == len(now) and all(_are_alike(one, other, depth - 1) for one, other in pairs)
     if kind is set:
         return {*map(id, told)} == {*map(id, now)}  # a copy may have another order
     if isinstance(now, np.generic):
         return bool(told.dtype == now.dtype and told.tobytes() == now.tobytes())
     if kind in NUMBERS:
         return is_same_value(told, now)
-    is_by_value = kind in (slice, bytearray) or isinstance(now, np.dtype) or is_torch_device(now)
+    if kind is slice:
+        return _are_alike((told.start, told.stop, told.step), (now.start, now.stop, now.step), depth - 1)
+    is_by_value = kind is bytearray or isinstance(now, np.dtype) or is_torch_device(now)
     return bool(told == now) if is_by_value else False
 
 

@@ -131,6 +131,9 @@ def change(kind: str, target: Any, key: Any, value: Any) -> None:
         _bind(kind, target, key, value)
     elif kind in ("elements", "tree"):
         _fill(target, value)
+    elif kind == "order":
+        table = vars(target)
+        table.update([(name, table.pop(name)) for name in value if name in table])
     elif kind == "contents":
         _write(target, value)
     elif kind == "reload":

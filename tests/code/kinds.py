@@ -47,6 +47,11 @@ def reshape(array, rows):
         warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.5
         array.shape = (rows, -1)
 
+def turn(array):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.4
+        array.strides = array.strides[::-1]
+
 class Model:
     kept = 0
     def scaled(self): return self.kept
@@ -66,6 +71,8 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "array of 10 MB, sparse": ("array_of(10 * MB)", "held[100_003 * n] += 1"),
     "array, 0-d": ("np.array(1.0)", "held[()] += 1"),
     "array, Fortran order": ("np.asfortranarray(np.zeros((3, 4)))", "held[1, 2] += 1"),
+    "array, square, strides": ("np.arange(9.0).reshape(3, 3)", "turn(held)"),
+    "array of 100 KB, square, strides": ("array_of(8 * 112 * 112).reshape(112, 112)", "turn(held)"),
     "array, strided view": ("np.zeros(20)[::3]", "held[2] += 1"),
     "array, strided view, in its base": ("np.zeros(20)[::3]", "held.base[3] += 1"),
     "array, read-only view, in its base": ("np.broadcast_to(np.zeros(1), 5)", "held.base[0] += 1"),
@@ -356,6 +363,15 @@ PROGRAMS: dict[str, str] = {
         change: vars(held)["_held"]["rate"] += 1
         read: repr(held.rate)
         """,
+    "instance, order of attributes": """
+        held = Model()
+        held.a, held.b, held.c = 1, 2, 3
+        change: value = held.__dict__.pop("abc"[n % 3]); setattr(held, "abc"[n % 3], value)
+        """,
+    "namespace, order of attributes": """
+        held = SimpleNamespace(a=1, b=2, c=3)
+        change: value = held.__dict__.pop("abc"[n % 3]); setattr(held, "abc"[n % 3], value + 1)
+        """,
     "instance with __getstate__": """
         class Own:
             w = ()
@@ -365,6 +381,21 @@ PROGRAMS: dict[str, str] = {
         held.w = [1]
         change: held.w.append(n)
         """,
+    "instance with __getstate__, a key that equals the one before": """
+        class Own:
+            def __init__(self): self.w = {1: 2}
+            def __getstate__(self): return {"w": {**self.w}}
+        held = Own()
+        change: held.w = {(1, True, 1.0)[n % 3]: 2}
+    """,
+    "instance with __getstate__, a slice that equals the one before": """
+        class Own:
+            def __init__(self): self.start = 1
+            def __getstate__(self): return {"rows": slice(self.start)}
+            def __setstate__(self, state): self.start = state["rows"].stop
+        held = Own()
+        change: held.start = (1, True, 1.0)[n % 3]
+    """,
     "instance with __reduce__": """
         class Own:
             def __init__(self, rate): self.rate = rate
