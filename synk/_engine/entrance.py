@@ -65,14 +65,15 @@ class Entrance:
         Raises
         ------
         ReentrancyError
-            Inside a worker, in a forked copy, or from a signal handler or finalizer during another operation.
+            Inside a worker, in a forked copy, or from a signal handler, finalizer or callback during another operation.
         ClosedError
         """
         refuse_inside_worker(verb)
         self.check_open(verb)
         if self.is_mine():
             raise ReentrancyError(
-                f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
+                f"cannot {verb} while this thread is in another call: got here from a signal handler, a finalizer or a "
+                "callback of a call. Note there what is to be done, and do it after that call."
             )
         return self._lock
 
