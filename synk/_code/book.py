@@ -41,6 +41,7 @@ from synk._code.modules import (
     imported_parts_of,
     imports_inside,
     inside,
+    is_of_program,
     is_told_by_import,
     methods_in,
     parts_of,
@@ -105,6 +106,7 @@ class Book(Shelf):
         self.restless: dict[int, Any] = {}
         self._again: set[Node] = set()  # in this update: what must be looked at once more
         self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
+        self._changed: dict[int, int] = {}  # in this update: by the id of an object, the last parcel that changed it
         self._methods_met: set[str] = set()  # modules whose methods were compared in this update
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
 
@@ -122,11 +124,13 @@ class Book(Shelf):
         self._note_reloads()
         again = self._again = set()
         self.restless.clear()
+        self._changed.clear()
         packed_before = self._packed_before = set(self.parcels)
         if not self.has(function_id, fn):
             parcel = self._pack([("function", function_id, options)])
             self._entries[function_id] = _Entry(fn, parcel)
         seen: set[Node] = set()
+        num_rounds = 0
         # What a round packs may need further modules, and may hold objects that changed since another function sent
         # them. So the rounds go on until one finds nothing.
         while True:
@@ -140,14 +144,46 @@ class Book(Shelf):
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
             named = self.named_of(function_id)
-            # What holds replaced objects comes last, as do states: a rank may copy objects into them that change now.
+            fresh += [node for node in nodes if node in again and node not in fresh]  # what holds replaced objects
+            # These come last, as do states: a rank may copy objects into them that change now.
             for node in filter(self._is_known, sorted(fresh, key=_turn)):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node in again or node.parcel.number in packed_before:
                     again.discard(node)
                     is_last = not self._pack_changes(node, named) and is_last
+            num_rounds += 1
+            is_last = not self._unbind_copies(function_id, num_rounds) and is_last
             if is_last:
                 return
+
+    def _unbind_copies(self, function_id: int, num_rounds: int) -> bool:
+        """Have objects sent anew whose own code may hold copies of what has changed. Return whether there are any.
+
+        An object that copies another one that copies a third follows a round later. Those that copy each other end.
+        """
+        nodes = self.nodes_of(function_id) if self._changed else ()
+        own = {node for node in nodes if self._is_known(node) and _restores_by_own_code(node)}
+        stale = [each for each in own if num_rounds <= len(own) and self._unbind_copied(each, own)]
+        self._again.update(stale)
+        self._packed_before.update(each.parcel.number for each in stale)  # they may be replaced, though sent just now
+        return bool(stale)
+
+    def _unbind_copied(self, node: Node, own: set[Node]) -> bool:
+        """Mark the part of a recipe as unknown that holds what has changed since. Return whether there is any."""
+        told_at = max(node.parcel.number, *(each.number for each in node.sources.values()), 0)
+        for facet in node.facets:
+            for held in _held_by(facet) if isinstance(facet, State) else ():
+                met, pending = {id(held)}, [id(held)]
+                while pending:
+                    key = pending.pop()
+                    if self._changed.get(key, 0) > told_at and _unbind_state(facet, {id(held)}):
+                        return True
+                    inner = self.known.get(key)
+                    if inner is not None and inner not in own:  # what such an object holds are copies
+                        found = {id(each) for facet in inner.facets for each in _held_by(facet)} - met
+                        met |= found
+                        pending += found
+        return False
 
     def _is_known(self, node: Node) -> bool:
         """Whether the ranks hold the object through this node: it was not forgotten, and no later node replaced it."""
@@ -197,6 +233,7 @@ class Book(Shelf):
             facet.tell(change)  # what a module holds and cannot be pickled stays as the workers' own import made it
             return
         self.tell(node, facet, change, parcel)
+        self._changed[id(node.obj)] = parcel.number
 
     def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
         """Pickle actions for the workers as one parcel, and register the objects in it.
@@ -270,6 +307,7 @@ class Book(Shelf):
         self.parcels[parcel.number] = parcel
         for obj, facets in pickler.met:
             self.know(obj, parcel, facets)
+            self._changed[id(obj)] = parcel.number  # an object that was replaced is new as well
         return parcel
 
     @staticmethod
@@ -300,6 +338,7 @@ class Book(Shelf):
             self._forget(node)
             _end(node.captures)
             holders = self._unbind_holders(node)
+            self._again |= holders
             lost = [each for each in users if holders.isdisjoint(self.nodes_of(each))]
             is_all = function_id in lost or is_all
             for each in lost:
@@ -665,6 +704,25 @@ def _end(captures: Iterable[Any]) -> None:
     """Have captures ask the book what their function lacks."""
     for capture in captures:
         capture.is_valid = False
+
+
+def _restores_by_own_code(node: Node) -> bool:
+    """Whether code of the user's makes the ranks' object from a recipe or a state, and may copy what is in it."""
+    has_recipe = any(isinstance(facet, State) for facet in node.facets)
+    return has_recipe and not isinstance(node.obj, (type, types.FunctionType)) and is_of_program(type(node.obj))
+
+
+def _held_by(facet: Facet) -> Iterable[Any]:
+    """Yield the objects that a facet mentions. The containers in a recipe are copies, and are looked into."""
+    told = getattr(facet, "told", None)
+    inner = (tuple, list, set, dict) if isinstance(facet, State) else (tuple,)
+    pending = list(told.values()) if isinstance(told, dict) else list(told) if isinstance(told, (tuple, list)) else []
+    while pending:
+        each = pending.pop()
+        if type(each) in inner:
+            pending += each.values() if isinstance(each, dict) else each
+        else:
+            yield each
 
 
 def _turn(node: Node) -> tuple[bool, bool]:

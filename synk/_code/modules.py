@@ -276,9 +276,9 @@ def travels_by_name(obj: Any) -> bool:
     return code is None or not is_users_module(obj.__module__) or not _is_of_program(code.co_filename)
 
 
-def is_of_program(cls: type) -> bool:
-    """Whether a class is one of the user's: of the script, or of a module of theirs."""
-    return not is_by_reference(cls) or is_users_module(cls.__module__)
+def is_of_program(code: type | types.FunctionType) -> bool:
+    """Whether a class or a function is one of the user's: of the script, or of a module of theirs."""
+    return not is_by_reference(code) or is_users_module(code.__module__)
 
 
 def _is_of_program(file: str) -> bool:

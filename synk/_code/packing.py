@@ -34,7 +34,7 @@ from synk._code.facets import (
     table_of,
 )
 from synk._code.handles import FunctionHandle, Handle, HandlePickler
-from synk._code.modules import globals_in, imports_in, is_users_module, travels_by_name
+from synk._code.modules import globals_in, imports_in, is_of_program, is_users_module, travels_by_name
 from synk._code.parcels import Node, Parcel, Shelf
 from synk._code.trees import Tree, plain_facet, walk
 from synk._pure.alike import NUMBERS, kept
@@ -363,29 +363,35 @@ class PartsPickler(HandlePickler):
             content = [None if part is None else list(part) for part in reduced[3:5]]
             self._meet_state(obj, (*reduced[:3], *content))
             return *reduced[:3], *(None if part is None else iter(part) for part in content), *reduced[5:]
-        if is_table or not is_own or (table is not None and type(obj).__module__ != "collections"):
+        is_restored = is_own and state is not None and _restores_itself(type(obj))
+        if is_restored:
+            makers.append(_class_of)
+        elif is_table or not is_own or (table is not None and type(obj).__module__ != "collections"):
             makers.append(attributes)
         if is_own:
-            makers += self._of_own_rule(reduced, obj, state, table if is_table else None)
+            makers += self._of_own_rule(reduced, obj, table if is_table else None, is_restored)
         else:
             self._leave_out_containers(state)
         self._meet(obj, *makers)
         return reduced
 
     def _of_own_rule(
-        self, reduced: tuple[Any, ...], obj: Any, state: Any, table: dict[str, Any] | None
+        self, reduced: tuple[Any, ...], obj: Any, table: dict[str, Any] | None, is_restored: bool
     ) -> list[Callable[[Any], Facet]]:
         """Leave out what the recipe of an object with other facets has made.
 
-        Return a facet for its arguments if its state is ``table``, and they hold more than that.
+        Return a facet for its state if a method of the user's ``is_restored`` by it; for its arguments if its state is
+        ``table``, and they hold more than that.
         """
         again = reduced_anew(obj)
         if not isinstance(again, tuple):
             return []
         fresh: list[Any] = []
-        make, args, _ = kept(recipe_of(reduced[:3]), recipe_of(again[:3]), fresh.append)
-        for part in (*fresh, state) if table is not None else fresh:
+        make, args, state = kept(recipe_of(reduced[:3]), recipe_of(again[:3]), fresh.append)
+        for part in fresh if table is None and not is_restored else (*fresh, reduced[2]):
             self.leave_out(part)
+        if is_restored:
+            return [lambda _: _state(obj, _without_items, (make, args, state))]
         if table is None or _holds_only(reduced[1], {*map(id, table.values())}):
             return []
         return [lambda _: _state(obj, _without_state, (make, args, None))]
@@ -442,6 +448,12 @@ def _without_state(obj: Any) -> tuple[Any, ...]:
     return make, args
 
 
+def _without_items(obj: Any) -> tuple[Any, ...]:
+    """Return the part of an object's recipe that makes no elements."""
+    reduced = reduced_anew(obj)
+    return reduced if isinstance(reduced, str) else reduced[:3]
+
+
 def _holds_only(args: Any, ids: set[int]) -> bool:
     """Whether the arguments of a recipe are classes and objects with these ids, alone or in tuples and dicts."""
     if isinstance(args, type) or id(args) in ids:
@@ -466,6 +478,8 @@ _MANAGERS = "pandas.core.internals.managers"
 
 def _is_whole_table(obj: Any, state: Any, table: dict[str, Any] | None) -> bool:
     """Whether an object's state is exactly its attributes, so that workers can set them one by one."""
+    if _restores_itself(type(obj)):
+        return False
     if state is table:
         return not hasattr(type(obj), "__setstate__")
     if type(state) is not dict or not table or type(obj).__reduce_ex__ is not _OBJECT.__reduce_ex__:
@@ -473,6 +487,12 @@ def _is_whole_table(obj: Any, state: Any, table: dict[str, Any] | None) -> bool:
     others = [value for name, value in state.items() if name not in table]
     is_whole = all(state.get(name, Address) is value for name, value in table.items())
     return is_whole and all(isinstance(value, NUMBERS) for value in others)
+
+
+def _restores_itself(cls: type) -> bool:
+    """Whether code of the user's restores an object from its state, and may copy what is in it."""
+    restore = getattr(cls, "__setstate__", None)
+    return isinstance(restore, types.FunctionType) and is_of_program(restore)
 
 
 def _has_own_rule(obj: Any) -> bool:

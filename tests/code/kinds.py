@@ -16,7 +16,7 @@ from typing import Any
 from contents import text
 
 PRELUDE = """
-import array, collections, ctypes, dataclasses, decimal, functools, io, itertools, random, types, typing, warnings
+import array, collections, copy, ctypes, dataclasses, decimal, functools, io, itertools, random, types, typing, warnings
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from tempfile import TemporaryFile
 from types import SimpleNamespace
@@ -433,6 +433,152 @@ PROGRAMS: dict[str, str] = {
         held = Own([1])
         change: held.rates.append(n)
         """,
+    # -- objects whose own code copies what they hold
+    "instance whose __setstate__ copies a dict": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own({1: 2})
+        change: held.held[n] = n
+    """,
+    "instance whose __setstate__ copies a list": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own([1])
+        change: held.held.append(n)
+    """,
+    "instance whose constructor copies a list, whole": """
+        class Own:
+            def __init__(self, held): self.held = copy.deepcopy(held)
+            def __reduce__(self): return Own, (self.held,)
+        held = Own([1])
+        change: held.held.append(n)
+    """,
+    "instance whose __setstate__ copies a small array": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own(np.zeros(4))
+        change: held.held[1] += 1
+    """,
+    "instance whose constructor copies a small array, whole": """
+        class Own:
+            def __init__(self, held): self.held = copy.deepcopy(held)
+            def __reduce__(self): return Own, (self.held,)
+        held = Own(np.zeros(4))
+        change: held.held[1] += 1
+    """,
+    "instance whose __setstate__ copies an array of 100 KB": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own(array_of(100 * KB))
+        change: held.held[1] += 1
+    """,
+    "instance whose constructor copies an array of 100 KB, whole": """
+        class Own:
+            def __init__(self, held): self.held = copy.deepcopy(held)
+            def __reduce__(self): return Own, (self.held,)
+        held = Own(array_of(100 * KB))
+        change: held.held[1] += 1
+    """,
+    "instance whose __setstate__ copies a list of arrays of 100 KB": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own([array_of(100 * KB), np.zeros(3)])
+        change: held.held[0][1] += 1
+    """,
+    "instance whose constructor copies a list of arrays of 100 KB, whole": """
+        class Own:
+            def __init__(self, held): self.held = copy.deepcopy(held)
+            def __reduce__(self): return Own, (self.held,)
+        held = Own([array_of(100 * KB), np.zeros(3)])
+        change: held.held[0][1] += 1
+    """,
+    "instance whose __setstate__ copies an object": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own(SimpleNamespace(deep=[[1]]))
+        change: held.held.deep[0].append(n)
+    """,
+    "instance whose constructor copies an object, whole": """
+        class Own:
+            def __init__(self, held): self.held = copy.deepcopy(held)
+            def __reduce__(self): return Own, (self.held,)
+        held = Own(SimpleNamespace(deep=[[1]]))
+        change: held.held.deep[0].append(n)
+    """,
+    "instance whose __setstate__ copies such an object": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held, "n": 0}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        held = Own(Own({'deep': Own([1])}))
+        change: held.held.held['deep'].held.append(n)
+    """,
+    "instance whose constructor copies such an object, whole": """
+        class Own:
+            def __init__(self, held): self.held = copy.deepcopy(held)
+            def __reduce__(self): return Own, (self.held,)
+        held = Own(Own({'deep': Own([1])}))
+        change: held.held.held['deep'].held.append(n)
+    """,
+    "dict subclass whose __setstate__ copies its attributes": """
+        class Config(dict):
+            def __getstate__(self): return {"log": self.log}
+            def __setstate__(self, state): self.log = [*state["log"]]
+        held = Config(a=1)
+        held.log = [1]
+        change: held.log.append(n)
+    """,
+    "dict subclass whose __setstate__ copies its attributes, an item": """
+        class Config(dict):
+            def __getstate__(self): return {"log": self.log}
+            def __setstate__(self, state): self.log = [*state["log"]]
+        held = Config(a=1)
+        held.log = [1]
+        change: held["b"] = n
+    """,
+    "instances, one of which copies the other": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        shared = SimpleNamespace(log=array_of(100 * KB))
+        held = [Own([Own(shared)]), shared]
+        change: held[1].log[3] += 1; held.append(n)
+        read: repr((held[0].held[0].held.log[3], held[1].log[3], held[2:]))
+    """,
+    "instance that copies itself through another one": """
+        class Own:
+            def __init__(self): self.log, self.other = [1], None
+            def __getstate__(self): return {"log": self.log, "other": self.other}
+            def __setstate__(self, state): self.log, self.other = [*state["log"]], state["other"]
+        held = Own()
+        held.other = Own()
+        held.other.other = held
+        change: held.other.log.append(n)
+        read: repr((held.log, held.other.log))
+    """,
+    "new instance that copies an object that has changed": """
+        class Own:
+            def __init__(self, held): self.held = held
+            def __getstate__(self): return {"held": self.held}
+            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+        shared = SimpleNamespace(log=[1])
+        held = [shared, None]
+        change: shared.log.append(n); held[1] = Own(shared)
+        read: repr((held[0].log, held[1] and held[1].held.log))
+    """,
     # -- what functions name
     "global of a helper of a helper": """
         rate, rates = 1, [1]
