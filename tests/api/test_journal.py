@@ -171,6 +171,7 @@ def test_a_result_for_which_there_is_no_room(
 
     with monkeypatch.context() as patched:
         patched.setattr("synk._api.journal._OPEN", (*_OPEN, "PRAGMA max_page_count=4"))
+        assert list(rt.map(zeros, [0, 0], journal=tmp_path / "journal")) == [b"", b""]
         results = rt.map(zeros, [0, 0, 1], journal=tmp_path / "journal", on_error=on_error)
         assert [next(results), next(results)] == [b"", b""]
         with pytest.raises(
