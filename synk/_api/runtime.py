@@ -16,7 +16,7 @@ from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
 from synk._engine.data import Data
-from synk._engine.entrance import refuse_limit
+from synk._engine.session import refuse_limit
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.resident import Resident, make_resident

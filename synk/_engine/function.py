@@ -67,8 +67,7 @@ def _begin(
     made: Call | None = None
     with session.entered(verb):
         try:
-            has_limit = options.timeout is not None or session.timeout is not None
-            deadline = session.deadline(options.timeout) if has_limit else None
+            deadline = session.deadline(options.timeout)
             session.enter_call(verb, deadline)
             made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:

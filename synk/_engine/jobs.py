@@ -18,7 +18,7 @@ from typing import Any
 
 from synk._engine.callee import Callee
 from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, PoolStats, Rules, waiting
-from synk._engine.entrance import refuse_limit
+from synk._engine.session import refuse_limit
 from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
 from synk._engine.pool import Pool
