@@ -136,7 +136,7 @@ class Call(Owed):
             return False
         if not engine.has_shared_memory or engine.has_devices:
             return False
-        self._lease = engine.memory.lease_result(outputs.result_nbytes)
+        self._lease, self._root = engine.memory.lease_result(outputs.result_nbytes)
         self._destination = outputs.destination(engine, self.plan.number, self._lease.segment)
         return True
 
@@ -250,18 +250,18 @@ class Call(Owed):
         """Have the ranks put large outputs in place, each its share, unless they have written them there."""
         engine, outputs, placed = self.engine, self.plan.outputs, self._placed()
         if len(placed) == len(self.ranks):
-            self._root = self._lease.deliver()
+            self._lease.deliver()
             return
         if placed:  # the others have returned something else than the last time
             back = {rank: Once(engine, "back", self._destination.number) for rank in placed}
             engine.ask(back, self.what, "reduce", self.deadline)
-        self._lease = None
+        self._lease = self._root = None
         if outputs.result_nbytes:
-            lease = engine.memory.lease_result(outputs.result_nbytes)
+            lease, self._root = engine.memory.lease_result(outputs.result_nbytes)
             shares = outputs.reductions(engine, lease.segment, self.division.rows)
             if shares:
                 engine.reduce(shares, self)
-            self._root = lease.deliver()
+            lease.deliver()
 
     def _placed(self) -> list[int]:
         """Return the ranks that have written their large outputs into the result."""

@@ -74,12 +74,12 @@ class Memory:
             self.released.popleft()  # last: a signal may break this off, and then it is done again
             self.arenas.sweep()  # which may release memory that nothing lies in any more
 
-    def lease_result(self, nbytes: int) -> Lease:
-        """Lease a buffer for large results."""
-        lease, dropped = self.results.take(nbytes)
+    def lease_result(self, nbytes: int) -> tuple[Lease, np.ndarray]:
+        """Lease a buffer for large results. Return the lease, and the array of which they will be views."""
+        lease, root, dropped = self.results.take(nbytes)
         for old in dropped:
             self._engine.free(old)
-        return lease
+        return lease, root
 
     def close(self) -> None:
         while self.released:
