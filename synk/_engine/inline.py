@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from synk._pure.interrupts import waiting
 from synk._rank import failpoints as _failpoints
-from synk._rank.loop import hello_of
-from synk._rank.opening import open_rank
+from synk._rank.loop import hello_of, open_rank
 from synk._rank.rank import Rank
 from synk._wire import orders as wire
 from synk._wire.cell import cell
