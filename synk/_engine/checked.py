@@ -173,7 +173,8 @@ class Checks:
             caller = self._name if label.isidentifier() else ""
             check_no_list(value, "scatter", f"{label} of {self._name!r}", label, caller)
         argument = self._array(label, keyword, value)
-        if argument.shape:
+        array = argument.whole_array
+        if array is not None and array.ndim:
             argument.kind = "rows"
         return argument
 

@@ -22,7 +22,7 @@ from synk._engine.failures import rebuild
 from synk._engine.lanes import Joint, Lane
 from synk._engine.ledger import Transfer
 from synk._engine.outputs import Outputs
-from synk._engine.plan import Plan, pickled
+from synk._engine.plan import Plan
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
 from synk._engine.things import Living, Once, Thing
@@ -591,6 +591,3 @@ def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
     needed = nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
-
-
-__all__ = ["Call", "Engine", "Lane", "Question", "pickled", "room_for_objects"]
