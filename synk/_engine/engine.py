@@ -21,7 +21,7 @@ from synk._engine.device_values import check_not_lost
 from synk._engine.failures import rebuild
 from synk._engine.lanes import Joint, Lane
 from synk._engine.ledger import Transfer
-from synk._engine.outputs import Outputs
+from synk._engine.outputs import Outputs, loaded_objects
 from synk._engine.plan import Plan
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
@@ -32,7 +32,6 @@ from synk._pure.interrupts import deferred
 from synk._pure.places import nbytes_in_place
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
-from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
 from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ON_DEVICE, News
