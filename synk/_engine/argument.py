@@ -90,7 +90,7 @@ class Argument:
             shape = self.array.shape[1:] if self.kind == "rows" else self.array.shape
             return (self.kind, shape, self.dtype, self.dtype.type, self.tensor_dtype)
         if self.kind in HELD:
-            return (self.kind, self.value.id)
+            return (self.kind, self.value.number)
         return self.kind
 
     @property

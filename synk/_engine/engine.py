@@ -237,7 +237,7 @@ class Call(Owed):
         if self.has_news and any(status > wire.TOLD for status, _, _ in self.replies.values()):
             engine.raise_failures(self)
         outputs = plan.outputs
-        if outputs is None or (outputs.voters is not self.ranks and outputs.voters != self.ranks):
+        if outputs is None or not outputs.fits(self.ranks):
             callee, ranks = self.callee, self.division.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)

@@ -40,7 +40,7 @@ class Resident(Handle):
     def __init__(self, session: Any, resident: ResidentObject) -> None:
         self._session = session
         self._referent = resident
-        self._reference = (resolve_resident, (resident.id,))
+        self._reference = (resolve_resident, (resident.number,))
 
     @property
     def name(self) -> str:

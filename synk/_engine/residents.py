@@ -56,10 +56,6 @@ class ResidentObject(Thing):
         owner.add(self)
 
     @property
-    def id(self) -> int:
-        return self.number
-
-    @property
     def label(self) -> str:
         """Its name, for errors."""
         return f"resident object {self.name!r}"
