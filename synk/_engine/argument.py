@@ -117,11 +117,6 @@ class ObjectPickler(TravelPickler):
         return super().reducer_override(obj)
 
 
-def padded(data: bytes, nbytes: int) -> np.ndarray:
-    """Return a pickle as an array of ``nbytes`` bytes. The bytes after its end are never read."""
-    return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
-
-
 def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[list[Any], list[type]]:
     """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
 
