@@ -18,12 +18,10 @@ from synk._wire.cell import cell
 from synk.communicators._comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
-from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
+from synk.torch._collectives import losses
 from synk.torch._reduction import GradientSum, Options
 from synk.torch._undo import Undo
-
-_MASK = (1 << 64) - 1
 
 
 class RankReplica:
@@ -71,7 +69,7 @@ class RankReplica:
         """Call the user's function on the objects and this rank's rows."""
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
-        seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, cell.worker.number)
+        seed_generators(self.options.seed, int(trains), self.num_steps, cell.worker.number)
         return self.run_as_is(fn, trains, args, kwargs)
 
     def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +115,7 @@ class RankReplica:
         """
         for part in states.parts_of(self.objects):
             part.training = False
-            part.__dict__["train"] = functools.partial(_stay, part)
+            part.__dict__["train"] = lambda mode=True, part=part: part
         return self.run_shown(fn, *call)
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
@@ -233,20 +231,12 @@ def _wait_for_device() -> None:
             device.synchronize()
 
 
-def seed_generators(seed: int, step: int, stream: int) -> None:
-    """Seed torch's generators: alike in each run, and differently in each step, on each rank and in each slice."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & _MASK
-    mixed ^= mixed >> 31
-    mixed = (mixed * 0xD6E8FEB86659FD93) & _MASK
-    mixed = (mixed ^ (mixed >> 32)) >> 1
+def seed_generators(*numbers: int) -> None:
+    """Seed torch's generators: alike in each run, and differently for another step, rank or seed."""
+    mixed = hash(numbers)  # that of integers is the same in every process
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
-
-
-def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-    """Take the place of ``module.train``."""
-    return module
 
 
 def _detached(value: Any) -> Any:
