@@ -5,7 +5,7 @@ collective is its adjoint, which is another collective: a sum for a broadcast, a
 the same way (``moved``), so it can be differentiated again, any number of times.
 
 They move rows. The axis, and blocks of different lengths, are handled by torch's own operations around them, whose
-gradients torch knows.
+gradients torch knows. In one file because the adjoint of one is another one.
 """
 
 from __future__ import annotations
