@@ -25,8 +25,6 @@ from synk.errors import SynkError
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
 
-_LARGE_NBYTES = 1 << 18
-
 ParcelTold = tuple[int, bytes, bool]
 """The number of a parcel, its pickle, and whether a rank goes on if it cannot load it."""
 

@@ -290,20 +290,17 @@ class Data(ArrayLike):
 
     def _overwrite(self, value: np.ndarray) -> bool:
         """Write ``value`` over the old contents. Return False if it does not fit there, or a call may read them."""
-        segment = self._contents.segment
-        is_done = False
+        segment, before = self._contents.segment, self._contents
 
         def overwrite() -> None:
-            nonlocal is_done
-            if segment is not None and not self._session.is_read(segment):
+            if not self._session.is_read(segment):
                 contents = self._placed(segment, value.shape)
                 np.copyto(contents.array, value, casting="unsafe")
                 self._contents = contents
-                is_done = True
 
         if segment is not None and self._nbytes_of(value.shape) <= segment.nbytes:
             self._session.if_free(overwrite)
-        return is_done
+        return self._contents is not before
 
     def _nbytes_of(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) * self._dtype.itemsize

@@ -193,12 +193,8 @@ class Plan(Thing):
         if self.staging is not None:
             view = self.staging.buffer
             self.object_place = view[self._object_at : self._object_at + object_nbytes]
-            self._index_place = (
-                self.staging.view(self._indices_at, (self.row_room,), np.dtype(np.int64)) if self.has_indices else None
-            )
-            self._local_place = (
-                self.staging.view(self._local_at, (self.row_room,), np.dtype(np.int64)) if self.has_local else None
-            )
+            self._index_place = view[self._indices_at : self._indices_at + 8 * self.row_room * self.has_indices]
+            self._local_place = view[self._local_at : self._local_at + 8 * self.row_room * self.has_local]
 
     def _inputs(self, arguments: Sequence[Argument]) -> list[Input]:
         found = []
@@ -238,8 +234,7 @@ class Plan(Thing):
         """Return what else calls read there, for some rows: where it lies, and a view of it."""
         found = [(self._object_at, self.object_place)] if self.objects else []
         if self.has_local:
-            assert self._local_place is not None
-            found.append((self._local_at + 8 * low, self._local_place[low:high]))
+            found.append((self._local_at + 8 * low, self._local_place[8 * low : 8 * high]))
         return found
 
     # -- one call -----------------------------------------------------------------------------------------------------
@@ -298,9 +293,9 @@ class Plan(Thing):
             else:
                 target[...] = value
         if self.has_indices:
-            self._index_place[: division.count] = division.indices  # type: ignore[index]
+            self._index_place.view(np.int64)[: division.count] = division.indices
         if self.has_local:
-            self._local_place[: division.count] = division.local_indices  # type: ignore[index]
+            self._local_place.view(np.int64)[: division.count] = division.local_indices
         if objects:
             put_in_place(self.object_place, objects)
         return nbytes
