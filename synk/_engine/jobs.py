@@ -270,34 +270,33 @@ class MapJob(Job):
     def wants_more(self) -> bool:
         return not self._is_at_end or super().wants_more
 
-    def runs(self) -> Iterator[Run]:
-        """Yield the results in lists, and raise the error that ends them."""
-        try:
-            while (done := self.next_done(is_waiting=True)) is not None:
-                done.reverse()
-                while done:
-                    yield from self.runs_of(done.pop())
-        finally:  # also if the caller drops this iterator, in any thread: the next operation ends the chunks in flight
-            self.is_abandoned = True
-            done = self._error = None  # its traceback holds this frame
-
-    def next_done(self, *, is_waiting: bool) -> list[Chunk] | None:
-        """Return the next chunks that are done, and keep the workers busy meanwhile; None at the end.
+    def runs(self, until: float | None = None) -> Iterator[Run]:
+        """Yield the results in lists, and raise the error that ends them.
 
         Raises
         ------
+        TimeoutError
+            If there is no result by ``until``.
         Exception
-            What the iterable raised, after all results.
+            The error of an item; what the iterable raised, after all results.
         """
-        while True:
-            pulled = self._pull() if self._has_room() else []
-            if not pulled and self._is_at_end and not self.chunks:
-                if self._error is not None:
-                    raise self._error
-                return None
-            done = self.pool.step(self, pulled, is_waiting=is_waiting and not pulled)
-            if done or not (pulled or is_waiting):
-                return done
+        done: list[Chunk] = []
+        try:
+            while True:
+                pulled = self._pull() if self._has_room() else []
+                if not pulled and self._is_at_end and not self.chunks:
+                    break
+                done = self.pool.step(self, pulled, is_waiting=not pulled, until=until)
+                if until is not None and not done and time.monotonic() >= until:
+                    raise TimeoutError(f"cannot {self.verb}: a result did not come in time. Raise timeout=.")
+                done.reverse()
+                while done:
+                    yield from self.runs_of(done.pop())
+            if self._error is not None:
+                raise self._error
+        finally:  # also if the caller drops this iterator, in any thread: the next operation ends the chunks in flight
+            self.is_abandoned = True
+            self._error, done = None, []  # its traceback holds this frame
 
     def _has_room(self) -> bool:
         return (
