@@ -181,16 +181,12 @@ class HostCommunicator(abc.ABC):
         """Wait until every rank of the call has called it."""
 
     @abc.abstractmethod
-    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Reduce ``source`` of all ranks into ``target`` of every rank."""
-
-    @abc.abstractmethod
-    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
-        """Reduce ``source`` of all ranks into ``target`` of rank ``root``; elsewhere ``target`` is not touched."""
-
-    @abc.abstractmethod
-    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Reduce ``source`` (one block for each of ``ranks``) and leave this rank's block in ``target``."""
+    def reduce_steps(
+        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int = -1
+    ) -> Steps:
+        """Reduce ``source`` of all ranks into ``target``: of every rank, or of rank ``root`` alone (``reduce``); or
+        this rank's block of the result, of one block for each of ``ranks`` (``reduce_scatter``).
+        """
 
     @abc.abstractmethod
     def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
