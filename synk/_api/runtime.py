@@ -546,8 +546,7 @@ class Runtime(Hinting):
         ...     sorted(runtime.stacks())
         [0, 1]
         """
-        nodes, processes = self._session.nodes, self._watched()
-        return stacks(processes) if nodes is None else nodes.stacks(processes)
+        return stacks(self._watched())
 
     def _watched(self) -> Processes:
         """Return the processes, for a look at them from any thread."""

@@ -108,16 +108,5 @@ def required_nbytes(world_size: int, rank_nbytes: int = RANK_NBYTES) -> int:
     rank_nbytes : int
         How much memory each rank has. A quarter of it goes to its rings. With more, large collectives meet less
         often.
-
-    Raises
-    ------
-    ValueError
-        If that is too little for two halves, each with the head of an exchange and a cache line for each rank, and for
-        as many rings.
     """
-    smallest = 8 * (world_size + 4) * LINE_NBYTES
-    if rank_nbytes < smallest:
-        raise ValueError(
-            f"cannot divide the {rank_nbytes} bytes of a rank among {world_size} ranks: expected at least {smallest}."
-        )
     return ControlLayout(world_size).nbytes + PAGE_NBYTES + world_size * rank_nbytes

@@ -265,7 +265,6 @@ class ShmCollectives(HostCommunicator):
         REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
     def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
-        self.check_member("broadcast", "root", root)
         if array.nbytes <= self.copied_nbytes():
             return self._meet_once("broadcast", array, None if self.rank == root else array, peer=root)
         return self._broadcast(array, root)

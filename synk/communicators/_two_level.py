@@ -31,7 +31,7 @@ from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._rendezvous import CommRequest, agreed_weights, packed
 from synk.communicators._results import Place
-from synk.communicators._schedule import Operation, Steps
+from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._shm_collectives import NOTHING, StreamReading, flat_bytes
 from synk.communicators._wire_mail import WireMailbox
@@ -99,20 +99,9 @@ class TwoLevel(HostCommunicator):
     def _box(self, peer: int) -> Mailbox | WireMailbox:
         return self._mailbox if peer in self._group else self._mail
 
-    # What waits takes in what comes by wire; see WiredRendezvous. These two do not wait.
-
-    def test(self, operation: Operation) -> bool:
-        if not operation.is_done:
-            with self._rendezvous.operation:
-                self._mail.progress()
-        return super().test(operation)
-
-    def test_message(self, message: Incoming) -> bool:
-        if not message.is_done:
-            with self._rendezvous.operation:
-                self._mail.progress()
-                self._mailbox.progress()
-        return super().test_message(message)
+    def _progress(self) -> None:
+        self._mail.progress()
+        self._mailbox.progress()
 
     # -- what the ranks ask for ----------------------------------------------------------------------------------------
 
@@ -262,7 +251,6 @@ class TwoLevel(HostCommunicator):
 
     def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
         whole = flat_bytes(array)
-        self.check_member("broadcast", "root", root)
         is_small, is_root = self._is_small(whole.size), self.rank == root
         carried = whole if is_small and is_root else NOTHING
         found = yield from self._agree("broadcast", dtype_name(array.dtype), array.size, peer=root, carried=carried)
