@@ -44,9 +44,8 @@ def with_progress(outcomes: Iterator[Any], bar: Any, stats: PoolStats | None = N
     finally:
         bar.close()
         if stats is not None:
-            slowest = ", ".join(f"{number} ({seconds:.2g} s)" for seconds, number in stats.slowest)
             bar.write(
                 f"{bar.desc}: {bar.n - failed} done, {failed} failed. Workers: {stats.deaths} died, {stats.replaced} "
-                "replaced." + (f" Slowest items: {slowest}." if slowest else ""),
+                "replaced.",
                 file=sys.stderr,
             )

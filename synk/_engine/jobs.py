@@ -67,7 +67,7 @@ class Job:
     num_ranks : int
         How many workers to use; 0 for all.
     stats : PoolStats, optional
-        What has happened is noted here, and which items took longest.
+        What has happened is noted here.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class Job:
         self.pool: Pool = session.pool
         self.number = next(self.pool.numbers)
         self.num_ranks = num_ranks or session.world_size
-        self.stats, self.is_timed = stats or PoolStats(), stats is not None
+        self.stats = stats or PoolStats()
         self.chunks: list[Chunk] = []
         self.num_deaths = 0
         self.is_abandoned = self.are_short = self.has_packed = False
@@ -168,12 +168,10 @@ class Job:
             self.chunks = [chunk for chunk in self.chunks if chunk not in done]
         return done
 
-    def note(self, chunk: Chunk, count: int, num_good: int, spent_ns: int, slowest: tuple[int, int]) -> None:
+    def note(self, chunk: Chunk, count: int, num_good: int, spent_ns: int) -> None:
         """Note how long items took, and so how many a chunk is to have."""
         if num_good:
             self.num_deaths = 0
-        if self.is_timed and slowest[0] >= 0:
-            self.stats.note_time(slowest[0] / 1e9, chunk.numbers[slowest[1]])
         if self.rules.batch_size is None:
             size = min(AIM_NS * count // max(spent_ns, 1), _MOST)
             self.size = max(1, size if chunk.nbytes < _LARGE_NBYTES else min(size, count // 2))

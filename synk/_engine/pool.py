@@ -257,7 +257,7 @@ class Pool:
         _, began_ns, ended_ns, *_ = times
         spent_ns = ended_ns - began_ns
         sent_nbytes, wall_ns = chunk.nbytes, time.monotonic_ns() - chunk.began_ns
-        count, num_good, slowest = chunk.take(*body)
+        count, num_good = chunk.take(*body)
         if count < len(chunk.numbers) and (num_good == count or job.rules.returns_errors):
             job.replace(chunk, [chunk, chunk.cut(count)])
         job.function.record.add_items(rank, count, sent_nbytes, chunk.nbytes, spent_ns, wall_ns)
@@ -265,7 +265,7 @@ class Pool:
             engine.tracer.note_chunk(job.function.name, rank, count, began_ns, ended_ns)
         job.are_short = spent_ns <= LONG_NS and not engine.is_inline
         self._served[rank] = engine.by_rank[rank].num_starts, self._num_served(rank) + count
-        job.note(chunk, count, num_good, spent_ns, slowest)
+        job.note(chunk, count, num_good, spent_ns)
         chunk.items = []
         chunk.finish()
 

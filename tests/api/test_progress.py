@@ -31,9 +31,7 @@ def test_progress(shared_runtimes: Any, capsys: pytest.CaptureFixture[str], monk
     assert [n for n, each in enumerate(found) if isinstance(each, synk.ItemError)] == [7, 17, 27]
     bar, summary = capsys.readouterr().err.rstrip("\n").split("\n")
     assert re.fullmatch(r"square: 100%\|█*\| 30/30 \[00:\d\d<00:00, .*it/s, failed=3\]", bar.split("\r")[-1])
-    assert re.fullmatch(
-        r"square: 27 done, 3 failed\. Workers: 0 died, 0 replaced\. Slowest items: (\d+ \(\S+ s\)(, |\.)){3}", summary
-    )
+    assert summary == "square: 27 done, 3 failed. Workers: 0 died, 0 replaced."
     with pytest.raises(ValueError, match="7"):
         list(rt.map(square, iter(range(30)), progress=True))
     assert last_line(capsys.readouterr().err).startswith("square: 7 done, 0 failed")
