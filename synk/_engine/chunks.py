@@ -46,21 +46,6 @@ class Rules(NamedTuple):
     max_memory: int | None = None
 
 
-class PoolStats:
-    """What has happened in a map.
-
-    Attributes
-    ----------
-    deaths : int
-        Workers that died at an item.
-    replaced : int
-        Workers that were ended for the time of an item, or for the number of items or the memory of a worker.
-    """
-
-    def __init__(self) -> None:
-        self.deaths = self.replaced = 0
-
-
 class Packed(NamedTuple):
     """An item that the program could change, pickled when it was taken.
 

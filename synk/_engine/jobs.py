@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._engine.callee import Callee
-from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, PoolStats, Rules, waiting
+from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, Rules, waiting
 from synk._engine.entrance import refuse_limit
 from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
@@ -66,8 +66,6 @@ class Job:
     rules : Rules
     num_ranks : int
         How many workers to use; 0 for all.
-    stats : PoolStats, optional
-        What has happened is noted here.
 
     Attributes
     ----------
@@ -90,9 +88,7 @@ class Job:
 
     are_named = True
 
-    def __init__(
-        self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0, stats: PoolStats | None = None
-    ) -> None:
+    def __init__(self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0) -> None:
         self.session, self.function, self.rules = session, function, rules
         self.name, self.verb = function.name, f"map {function.name!r}"
         if session.is_inline:
@@ -103,7 +99,6 @@ class Job:
         self.pool: Pool = session.pool
         self.number = next(self.pool.numbers)
         self.num_ranks = num_ranks or session.world_size
-        self.stats = stats or PoolStats()
         self.chunks: list[Chunk] = []
         self.num_deaths = 0
         self.is_abandoned = self.are_short = self.has_packed = False

@@ -282,14 +282,12 @@ class Pool:
         if chunk.is_done or job.is_abandoned:
             return
         if chunk.late is not None:
-            job.stats.replaced += 1
             self._on_late(chunk)
         elif index is None and self._sees_words:
             job.replace(chunk, [chunk.part(0, len(chunk.items))])
         elif index is None and job.rules.returns_errors and len(chunk.numbers) > 1:
             job.replace(chunk, [chunk.part(k, k + 1) for k in range(len(chunk.numbers))])
         else:
-            job.stats.deaths += 1
             job.num_deaths = 1 if index else job.num_deaths + 1  # those before it in its chunk have succeeded
             most = self._engine.max_restarts
             if index is not None and len(chunk.numbers) > 1:
@@ -384,7 +382,6 @@ class Pool:
             if self._limit(rank, job) <= 0 or (most is not None and own_nbytes(process.pid) > most):
                 process.kill()
                 self._leaving.add(rank)
-                job.stats.replaced += 1
 
     def _seconds(self, until: float | None) -> float | None:
         """Return how long to wait for an answer: until the next look for what must end."""
