@@ -450,8 +450,8 @@ def _without_state(obj: Any) -> tuple[Any, ...]:
 
 def _without_items(obj: Any) -> tuple[Any, ...]:
     """Return the part of an object's recipe that makes no elements."""
-    reduced = reduced_anew(obj)
-    return reduced if isinstance(reduced, str) else reduced[:3]
+    make, args, *rest = reduced_anew(obj)
+    return make, args, *rest[:1]
 
 
 def _holds_only(args: Any, ids: set[int]) -> bool:
