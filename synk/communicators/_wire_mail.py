@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from synk.communicators._messages import Inbox, Incoming, Outgoing, unreceived_t
 from synk.communicators._rendezvous import CommRequest
 
 if TYPE_CHECKING:
-    from synk.communicators._wired import WiredRendezvous
     from synk.communicators._wires import Wires
 
 WINDOW_NBYTES = 1 << 22
@@ -40,6 +40,16 @@ _COUNTS = struct.Struct("=qq")
 
 _UNKNOWN, _GONE = -1, -2
 """These stand in the place of a rank's nap: nothing is known of it yet, or it has left."""
+
+
+class WiredWaiting(Protocol):
+    """The part of a ``WiredRendezvous`` that the mailbox uses."""
+
+    def post(self, request: CommRequest) -> None: ...
+    def rouse(self) -> None: ...
+    def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None: ...
+    def check_joined(self, mail: WireMailbox) -> None: ...
+    def fail(self, text: str, left: Sequence[int] = ()) -> NoReturn: ...
 
 
 class Left(NamedTuple):
@@ -116,7 +126,7 @@ class WireMailbox:
         self._arriving: dict[int, Incoming] = {}
         self._inbox = Inbox()
 
-    def attach(self, rendezvous: WiredRendezvous) -> None:
+    def attach(self, rendezvous: WiredWaiting) -> None:
         """Wait by means of a rendezvous from now on."""
         self._rendezvous = rendezvous
 
