@@ -171,8 +171,8 @@ class Book(Shelf):
     def _unbind_copied(self, node: Node, own: set[Node]) -> bool:
         """Mark the part of a recipe as unknown that holds what has changed since. Return whether there is any."""
         told_at = max(node.parcel.number, *(each.number for each in node.sources.values()), 0)
-        for facet in node.facets:
-            for held in _held_by(facet) if isinstance(facet, State) else ():
+        for facet in (each for each in node.facets if isinstance(each, State)):
+            for held in _held_by(facet):
                 met, pending = {id(held)}, [id(held)]
                 while pending:
                     key = pending.pop()

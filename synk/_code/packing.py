@@ -448,10 +448,9 @@ def _without_state(obj: Any) -> tuple[Any, ...]:
     return make, args
 
 
-def _without_items(obj: Any) -> tuple[Any, ...]:
+def _without_items(obj: Any) -> Any:
     """Return the part of an object's recipe that makes no elements."""
-    reduced = reduced_anew(obj)
-    return reduced if isinstance(reduced, str) else reduced[:3]
+    return reduced_anew(obj)[:3]
 
 
 def _holds_only(args: Any, ids: set[int]) -> bool:
