@@ -52,7 +52,6 @@ class Comparisons:
         self._empty: list[Any] = []
         self._arrays: list[tuple[Callable[[], bytes], Any, Any, Any, Any]] = []
         self._lists: list[list[Any]] = []
-        self.methods: Sequence[tuple[Any, tuple[Any, ...]]] = ()
 
     def add(self, facet: Any) -> None:
         """Add a facet of any kind, except large arrays, tensors and objects with a pickling rule of their own."""
@@ -133,7 +132,6 @@ class Comparisons:
             (_unset_check, self._unset),
             (_arrays_check, self._arrays),
             (_lists_check, self._lists),
-            (_methods_check, self.methods),
         )
         return checks + [make(row) for make, row in rows if row]
 
@@ -219,12 +217,6 @@ def _test_pointers() -> bool:
     found.append(bool(_memcmp(place, before, 72)))
     items[:] = [*items, *items]
     return all(found) and not _memcmp(place, addresses(items, 18), 144)
-
-
-def _methods_check(methods: Sequence[tuple[Any, tuple[Any, ...]]]) -> Check:
-    functions, told = [each for each, _ in methods], list(zip(*(parts for _, parts in methods)))
-    rows = [(operator.attrgetter(name), values) for name, values in zip(FUNCTION_PARTS, told)]
-    return lambda: all(all(map(operator.is_, map(get, functions), values)) for get, values in rows)
 
 
 def _types_check(objects: Sequence[Any]) -> Check:
