@@ -21,6 +21,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._code.arrays import ArrayContents, copy_bytes
+from synk._code.copies import stale_copies
 from synk._code.facets import (
     FUNCTION_PARTS,
     MISSING,
@@ -41,7 +42,6 @@ from synk._code.modules import (
     imported_parts_of,
     imports_inside,
     inside,
-    is_of_program,
     is_told_by_import,
     reached_from,
 )
@@ -50,6 +50,9 @@ from synk._code.parcels import Host, Node, Parcel, Shelf, end_captures
 from synk._code.trees import Tree
 from synk._wire.memory import Segment
 from synk._wire.parcels import BY_VALUE, Absent
+
+_MOST_ROUNDS = 16
+"""After so many rounds of one update nothing more is sent because of copies: some code makes others each time."""
 
 
 class _Entry(NamedTuple):
@@ -101,7 +104,7 @@ class Book(Shelf):
         self.packed_nbytes = 0
         self.sent_anew: set[int] = set()
         self.restless: dict[int, Any] = {}
-        self._again: set[Node] = set()  # in this update: what must be looked at once more
+        self._again: dict[Node, None] = {}  # in this update: what must be looked at once more
         self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
         self._changed: dict[int, int] = {}  # in this update: by the id of an object, the last parcel that changed it
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
@@ -117,7 +120,7 @@ class Book(Shelf):
         """Pack a function that the workers do not have, and whatever has changed of what it captures."""
         self.prepared.clear()
         self._note_reloads()
-        again = self._again = set()
+        again = self._again = {}
         self.restless.clear()
         self._changed.clear()
         packed_before = self._packed_before = set(self.parcels)
@@ -139,12 +142,13 @@ class Book(Shelf):
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
             named = self.named_of(function_id)
-            fresh += [node for node in nodes if node in again and node not in fresh]  # what holds replaced objects
+            current = set(nodes)
+            fresh = [node for node in fresh if node not in again] + [node for node in again if node in current]
             # These come last, as do states: a rank may copy objects into them that change now.
             for node in filter(self._is_known, sorted(fresh, key=_turn)):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node in again or node.parcel.number in packed_before:
-                    again.discard(node)
+                    again.pop(node, None)
                     is_last = not self._pack_changes(node, named) and is_last
             num_rounds += 1
             is_last = not self._unbind_copies(function_id, num_rounds) and is_last
@@ -152,33 +156,16 @@ class Book(Shelf):
                 return
 
     def _unbind_copies(self, function_id: int, num_rounds: int) -> bool:
-        """Have objects sent anew whose own code may hold copies of what has changed. Return whether there are any.
-
-        An object that copies another one that copies a third follows a round later. Those that copy each other end.
-        """
-        nodes = self.nodes_of(function_id) if self._changed else ()
-        own = {node for node in nodes if self._is_known(node) and _restores_by_own_code(node)}
-        stale = [each for each in own if num_rounds <= len(own) and self._unbind_copied(each, own)]
-        self._again.update(stale)
-        self._packed_before.update(each.parcel.number for each in stale)  # they may be replaced, though sent just now
-        return bool(stale)
-
-    def _unbind_copied(self, node: Node, own: set[Node]) -> bool:
-        """Mark the part of a recipe as unknown that holds what has changed since. Return whether there is any."""
-        told_at = max(node.parcel.number, *(each.number for each in node.sources.values()), 0)
-        for facet in (each for each in node.facets if isinstance(each, State)):
-            for held in _held_by(facet):
-                met, pending = {id(held)}, [id(held)]
-                while pending:
-                    key = pending.pop()
-                    if self._changed.get(key, 0) > told_at and _unbind_state(facet, {id(held)}):
-                        return True
-                    inner = self.known.get(key)
-                    if inner is not None and inner not in own:  # what such an object holds are copies
-                        found = {id(each) for facet in inner.facets for each in _held_by(facet)} - met
-                        met |= found
-                        pending += found
-        return False
+        """Have objects sent anew whose own code may hold copies of what has changed. Return whether there are any."""
+        nodes = [node for node in self.nodes_of(function_id) if self._is_known(node)] if self._changed else []
+        copies = stale_copies(nodes, self._changed) if num_rounds < _MOST_ROUNDS else {}
+        for node, keys in copies.items():
+            for facet in node.facets:
+                if isinstance(facet, State):
+                    _unbind_state(facet, keys)
+        self._again.update(dict.fromkeys(copies))
+        self._packed_before.update(each.parcel.number for each in copies)  # they may be replaced, though sent just now
+        return bool(copies)
 
     def _is_known(self, node: Node) -> bool:
         """Whether the ranks hold the object through this node: it was not forgotten, and no later node replaced it."""
@@ -249,7 +236,7 @@ class Book(Shelf):
         node = self.known.get(id(tree.obj))
         if node is not None:
             self._forget(node)
-            self._again |= self._unbind_holders(node)
+            self._again.update(dict.fromkeys(self._unbind_holders(node)))
 
     def _forget(self, node: Node) -> None:
         """Forget an object, whose holders must be told of another one."""
@@ -333,7 +320,7 @@ class Book(Shelf):
             self._forget(node)
             _end(node.captures)
             holders = self._unbind_holders(node)
-            self._again |= holders
+            self._again.update(dict.fromkeys(holders))
             lost = [each for each in users if holders.isdisjoint(self.nodes_of(each))]
             is_all = function_id in lost or is_all
             for each in lost:
@@ -465,7 +452,7 @@ class Book(Shelf):
 
     def commit(self) -> None:
         """Everything packed has arrived everywhere: discard what it replaced."""
-        self._again = set()
+        self._again = {}
         self.prepared.clear()
         self.unsettled.clear()
         self._modules_before.clear()
@@ -685,25 +672,6 @@ def _end(captures: Iterable[Any]) -> None:
     """Have captures ask the book what their function lacks."""
     for capture in captures:
         capture.is_valid = False
-
-
-def _restores_by_own_code(node: Node) -> bool:
-    """Whether code of the user's makes the ranks' object from a recipe or a state, and may copy what is in it."""
-    has_recipe = any(isinstance(facet, State) for facet in node.facets)
-    return has_recipe and not isinstance(node.obj, (type, types.FunctionType)) and is_of_program(type(node.obj))
-
-
-def _held_by(facet: Facet) -> Iterable[Any]:
-    """Yield the objects that a facet mentions. The containers in a recipe are copies, and are looked into."""
-    told = getattr(facet, "told", None)
-    inner = (tuple, list, set, dict) if isinstance(facet, State) else (tuple,)
-    pending = list(told.values()) if isinstance(told, dict) else list(told) if isinstance(told, (tuple, list)) else []
-    while pending:
-        each = pending.pop()
-        if type(each) in inner:
-            pending += each.values() if isinstance(each, dict) else each
-        else:
-            yield each
 
 
 def _turn(node: Node) -> tuple[bool, bool]:

@@ -448,9 +448,10 @@ def _without_state(obj: Any) -> tuple[Any, ...]:
     return make, args
 
 
-def _without_items(obj: Any) -> Any:
+def _without_items(obj: Any) -> tuple[Any, ...]:
     """Return the part of an object's recipe that makes no elements."""
-    return reduced_anew(obj)[:3]
+    make, args, *rest = reduced_anew(obj)
+    return make, args, *rest[:1]
 
 
 def _holds_only(args: Any, ids: set[int]) -> bool:

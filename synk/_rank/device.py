@@ -37,7 +37,7 @@ _COPIED = Up.H2D_NBYTES, Up.D2H_NBYTES, Up.PAGEABLE_NBYTES
 
 
 class Ahead(NamedTuple):
-    """The arrays of a call, by position, that were brought before it began; see ``DeviceBackend.beside``."""
+    """The arrays of a call, by position, that were brought before it began; see ``DeviceArrays.beside``."""
 
     number: int
     arrays: dict[int, Any]

@@ -11,7 +11,7 @@ from synk._pure.cores import num_cores
 from synk._rank.functions import LoadedFunction
 from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk.backends import Backend, NcclBackend
+from synk.backends import Backend
 from synk.communicators._collectives import Collectives
 from synk.communicators._host import HostCommunicator
 from synk.communicators._shm import Aborted, ShmCommunicator
@@ -21,6 +21,7 @@ from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from synk.cuda._collectives import NcclCollectives
+    from synk.cuda._cupy import CupyBackend
     from synk.cuda._group import WorkerGroup
 
 _CALL = int(Down.CALL)  # members of an enumeration are slow to look up
@@ -153,7 +154,7 @@ class Peers:
     def _by_nccl(self, group: WorkerGroup, *of_call: Any) -> NcclCollectives:
         from synk.cuda._collectives import NcclCollectives
 
-        return NcclCollectives(group, cast(NcclBackend, self._backend), *of_call)
+        return NcclCollectives(group, cast("CupyBackend", self._backend), *of_call)
 
     def check_group(self, lane: Any) -> None:
         """Raise if the group broke in a call that used it."""

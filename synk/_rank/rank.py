@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.descriptors import Descriptor
 from synk._wire.logs import set_levels
 from synk._wire.memory import Segment
-from synk.backends import Backend, DeviceBackend
+from synk.backends import Backend
 from synk.communicators._collectives import Collectives
 from synk.errors import ReentrancyError
 
@@ -524,8 +524,7 @@ class Rank:
                 "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
                 "runs while an object is loaded or sent, expected one in a function that all ranks run together."
             )
-        if self.backend.is_device:
-            cast(DeviceBackend, self.backend).enter_thread()
+        self.backend.enter_thread()
         return self.peers.collectives(self.lane, called.function)
 
     def check_called(self) -> None:

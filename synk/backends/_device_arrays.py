@@ -9,42 +9,41 @@ import numpy as np
 
 from synk._pure.arrays import as_plain_array
 from synk._pure.trees import flatten, unflatten
-from synk._wire.memory import Segment
 from synk.backends._numpy import NumpyBackend
 
 
-class DeviceArrays:
+class DeviceArrays(NumpyBackend):
     """The arrays of a library on one device. Numbers and text that functions return stay on the host.
 
-    A backend adds ``has_dtype`` and ``from_host``, and ``as_output`` if functions may return other arrays.
+    A backend adds ``has_dtype``, ``beside``, ``join`` and ``is_pinned``, its own copies to the device and back, and
+    ``as_output`` if functions may return other arrays.
     """
 
     is_device = True
 
     def __init__(self, device: str, xp: Any) -> None:
-        self.device = device
+        super().__init__(device)
         self.xp = xp
-        self._host = NumpyBackend(device)
         self._num_copied = [0, 0, 0]  # bytes to the device, and back; and those of both by way of pageable memory
 
     def has_dtype(self, array: np.ndarray) -> bool:
         """Whether the library has arrays of the dtype of a host array."""
         raise NotImplementedError
 
-    def from_host(self, host: np.ndarray) -> Any:
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Make ``from_host`` and ``take_rows`` in the body copy beside the work in flight. Yield an event.
+
+        The arrays may be used after ``join(event)``, which makes all later device work wait for the copies of the
+        event. The host does not wait.
+        """
         raise NotImplementedError
 
-    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
-        return self.from_host(host.take(indices, axis=0))
-
-    def note_segment(self, segment: Segment) -> None:
-        """Do nothing: most libraries copy from any memory."""
-
-    def enter_thread(self) -> None:
-        """Do nothing: with most libraries every thread queues in the same order."""
+    def is_pinned(self, host: np.ndarray) -> bool:
+        """Whether copying a host array to the device does not block the host."""
+        return bool(host.flags.c_contiguous)
 
     def as_output(self, value: Any) -> Any:
-        return value if isinstance(value, self.xp.ndarray) else self._host.as_output(value)
+        return value if isinstance(value, self.xp.ndarray) else super().as_output(value)
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, (np.ndarray, self.xp.ndarray))
@@ -85,19 +84,25 @@ class DeviceArrays:
         return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
 
     def take_copied(self) -> tuple[int, int, int]:
+        """Return the bytes copied to the device, and back, since the last call of this method.
+
+        The third number says how many of them went by way of pageable memory, though registered memory is faster.
+        """
         (to_device, back, pageable), self._num_copied = self._num_copied, [0, 0, 0]
         return to_device, back, pageable
 
     def note_begin(self) -> None:
-        """Do nothing: what the host takes to queue the work of a function counts as its time."""
+        """Note on the device that the function of a call begins, in one of its slices."""
 
-    note_end = note_begin
+    def note_end(self) -> None:
+        """Note on the device that it has ended."""
 
     def take_work_ns(self) -> int:
-        return 0
+        """Return the time on the device from the first begin to the last end since the last call of this method.
 
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        0 if it is not known: the device keeps no time, or has not done its work.
+        """
+        return 0
 
     def out_of_memory(self, error: BaseException, what: str, free: str = "") -> MemoryError:
         """Return the error of a call for which the device had no room. ``free`` says how much was left."""

@@ -181,9 +181,6 @@ class DpnpBackend(DeviceArrays):
         for each in event:
             self._order.add_event_pair(each, each)
 
-    def is_pinned(self, host: np.ndarray) -> bool:
-        return bool(host.flags.c_contiguous)
-
     # -- from the device ----------------------------------------------------------------------------------------------
 
     def to_host(self, array: Any, out: np.ndarray) -> None:
@@ -208,9 +205,6 @@ class DpnpBackend(DeviceArrays):
         return array if isinstance(array, np.ndarray) else array.asnumpy()
 
     # -- other libraries ----------------------------------------------------------------------------------------------
-
-    def torch_device(self) -> str:
-        return "cpu"
 
     def converters(self, framework: str) -> tuple[Converter, Converter]:
         """Return functions that convert through host memory, with copies: torch and JAX cannot read SYCL's memory."""

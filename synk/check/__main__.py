@@ -28,10 +28,9 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="run this line; may be repeated")
     parser.add_argument("--limit", type=float, default=TOTAL_S, metavar="SECONDS", help="for each line at most")
     parser.add_argument("--line", help=argparse.SUPPRESS)
-    parser.add_argument("--record", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.line is not None:
-        answer(next(line for line in LINES if line.name == given.line), given.record)
+        answer(next(line for line in LINES if line.name == given.line))
         return 0
     unknown = set(given.only or ()) - {line.name for line in LINES}
     if unknown:

@@ -8,6 +8,7 @@ from importlib import metadata
 
 from synk._pure.cores import num_cores
 from synk._version import __version__
+from synk._wire.memory import available_nbytes
 from synk.check._found import Broken, Found
 from synk.cuda._devices import explain_absence, gpu_lines, visible_gpus
 from synk.cuda._placement import has_cupy
@@ -40,30 +41,14 @@ def _version(name: str) -> str:
 
 def machine() -> Found:
     allowed, usable = len(os.sched_getaffinity(0)), num_cores()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _memory_limit()
+    memory, available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), available_nbytes()
     facts = {
         "cores": os.cpu_count(), "allowed_cores": allowed, "usable_cores": usable, "memory_nbytes": memory,
-        "memory_limit_nbytes": limit, "environment": _environment(),
+        "memory_available_nbytes": available,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }  # fmt: skip
-    text = f"{usable} of {os.cpu_count()} cores and {min(memory, limit or memory) / 2**30:.1f} GiB of memory"
-    return Found(text, facts=facts)
-
-
-def _memory_limit() -> int:
-    """Return the memory limit of this process's control group in bytes; 0 if there is none, or it cannot be read."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else 0
-    return 0
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    memory_text = f"{available / 2**30:.1f} of {memory / 2**30:.1f} GiB of memory are free"
+    return Found(f"{usable} of {os.cpu_count()} cores are usable, {memory_text}", facts=facts)
 
 
 def devices() -> Found:

@@ -18,11 +18,11 @@ import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
-from synk.backends import NcclBackend
 from synk.communicators._collectives import Collectives
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._user_arrays import UserArrays
+from synk.cuda._cupy import CupyBackend
 from synk.cuda._group import WorkerGroup
 from synk.cuda._nccl import Buffer, NcclCommunicator
 
@@ -64,7 +64,7 @@ class NcclCollectives(Collectives):
     ----------
     group : WorkerGroup
         Which this rank has joined.
-    backend : NcclBackend
+    backend : CupyBackend
     framework : tuple
         Of the function; see ``UserArrays``.
     host : ShmCommunicator, optional
@@ -75,7 +75,7 @@ class NcclCollectives(Collectives):
     def __init__(
         self,
         group: WorkerGroup,
-        backend: NcclBackend,
+        backend: CupyBackend,
         framework: tuple[Any, Any] = (None, None),
         host: ShmCommunicator | None = None,
     ) -> None:

@@ -218,7 +218,7 @@ class CupyBackend(DeviceArrays):
             self._communicated = None
 
     def is_pinned(self, host: np.ndarray) -> bool:
-        return bool(host.flags.c_contiguous) and self._segments.is_pinned(address_of(host), host.nbytes)
+        return super().is_pinned(host) and self._segments.is_pinned(address_of(host), host.nbytes)
 
     # -- its time -----------------------------------------------------------------------------------------------------
 
@@ -240,15 +240,11 @@ class CupyBackend(DeviceArrays):
     # -- from the device ----------------------------------------------------------------------------------------------
 
     def as_output(self, value: Any) -> Any:
-        if isinstance(value, self.xp.ndarray):
-            return value
         if type(value).__module__.partition(".")[0] == "torch":
             value = device_converters("torch")[1](value)
-            if isinstance(value, self.xp.ndarray):
-                return value
-        elif hasattr(value, "__cuda_array_interface__"):  # Numba and similar libraries
+        elif not isinstance(value, self.xp.ndarray) and hasattr(value, "__cuda_array_interface__"):  # as of Numba
             return self.xp.asarray(value)
-        return self._host.as_output(value)
+        return super().as_output(value)
 
     def to_host(self, array: Any, out: np.ndarray) -> None:
         if isinstance(array, np.ndarray):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synk._wire.control import Down, Up
-from synk.backends import NcclBackend
+from synk.cuda._cupy import CupyBackend
 from synk.cuda._nccl import INTERNAL_ERROR, REMOTE_ERROR, Buffer, NcclCommunicator, NcclError, load_nccl, version_text
 
 PROOF_TIMEOUT_S = 30.0
@@ -33,7 +33,7 @@ class WorkerGroup:
     rank, world_size : int
     down, up : ndarray
         The control blocks of all ranks.
-    backend : NcclBackend
+    backend : CupyBackend
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class WorkerGroup:
         None while the rank is in no group.
     """
 
-    def __init__(self, rank: int, world_size: int, down: np.ndarray, up: np.ndarray, backend: NcclBackend) -> None:
+    def __init__(self, rank: int, world_size: int, down: np.ndarray, up: np.ndarray, backend: CupyBackend) -> None:
         self.rank = rank
         self.world_size = world_size
         self.communicator: NcclCommunicator | None = None

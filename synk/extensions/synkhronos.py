@@ -20,6 +20,7 @@ import inspect
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ def fork(n_parallel: int | None = None, use_gpu: bool = True, **ignored: Any) ->
     return synk.fork(n_parallel, backend="auto" if use_gpu else "numpy").world_size
 
 
+@dataclass(eq=False)
 class GraphFunction:
     """A graph that runs on all workers as one call; made by :func:`function`.
 
@@ -68,19 +70,13 @@ class GraphFunction:
     variables : dict of SharedVariable to synk.Shared
     """
 
-    def __init__(
-        self,
-        function: synk.Function,
-        compiled: Any,
-        variables: dict[SharedVariable, synk.Shared],
-        sharded: dict[str, synk.Shared],
-        results: Sequence[SharedVariable],
-        generators: Sequence[SharedVariable],
-        num_outputs: int | None,
-    ) -> None:
-        self.function, self.compiled, self.variables = function, compiled, variables
-        self._sharded, self._results, self._generators = sharded, results, generators
-        self._num_outputs = num_outputs  # None for a single output that is not in a list
+    function: synk.Function
+    compiled: Any
+    variables: dict[SharedVariable, synk.Shared]
+    _sharded: dict[str, synk.Shared]
+    _results: Sequence[SharedVariable]
+    _generators: Sequence[SharedVariable]
+    _num_outputs: int | None  # None for a single output that is not in a list
 
     def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
         """Call it, with the options of a :class:`synk.Function` and ``batch_s``, rows of each rank's own."""

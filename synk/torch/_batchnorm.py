@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from synk.communicators._comm import comm
-from synk.torch._adjoints import all_reduced
+from synk.torch._collectives import all_reduce
 
 
 def synchronize(module: torch.nn.Module) -> None:
@@ -29,10 +29,10 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims, shape = [0, *range(2, x.ndim)], [1, -1] + [1] * (x.ndim - 2)
     own = wide.new_tensor([x.numel() / x.shape[1]])
-    total, count = all_reduced(torch.cat([wide.sum(dims), own]), "sum").split([x.shape[1], 1])
+    total, count = all_reduce(torch.cat([wide.sum(dims), own]), "sum").split([x.shape[1], 1])
     mean = total / count.detach()
     centred = wide - mean.view(shape)
-    var = all_reduced(centred.square().sum(dims), "sum") / count.detach()
+    var = all_reduce(centred.square().sum(dims), "sum") / count.detach()
     out = centred * torch.rsqrt(var + self.eps).view(shape)
     if self.weight is not None:
         out = out * self.weight.to(wide.dtype).view(shape)

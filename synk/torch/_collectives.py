@@ -2,24 +2,64 @@
 
 Each rank has a loss of its own, and ``backward`` computes the gradient of the sum of all losses. The backward pass of a
 collective is its adjoint, which is another collective: a sum for a broadcast, a scatter for a gather. It is made in
-the same way (``_adjoints``), so it can be differentiated again, any number of times.
+the same way (``moved``), so it can be differentiated again, any number of times.
 
 They move rows. The axis, and blocks of different lengths, are handled by torch's own operations around them, whose
-gradients torch knows.
+gradients torch knows. In one file because the adjoint of one is another one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from synk.communicators._comm import comm
-from synk.torch import _adjoints
-from synk.torch._adjoints import check_tensor
+
+
+class Losses:
+    """The weight with which a rank's loss enters the sum of all losses.
+
+    Attributes
+    ----------
+    weight : float or None
+        The number of this rank's rows while a step of ``replicate`` runs; None otherwise, when all losses weigh the
+        same. One value for all threads, because autograd has its own threads on devices.
+    """
+
+    weight: float | None = None
+
+
+losses = Losses()
+
+
+def moved(x: torch.Tensor | None, move: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> torch.Tensor:
+    """Return ``move(x)``, which takes values to other ranks. ``adjoint`` brings the gradient back, by ``moved`` again.
+
+    In a step of ``replicate`` a rank's loss is the mean over its rows, and its gradients are multiplied by its share of
+    the rows when they are reduced. A gradient that comes from another rank must carry that rank's weight instead. So it
+    is multiplied by its sender's number of rows on the way out and divided by the receiver's on the way in.
+
+    Results of ``synk.comm`` become tensors: in a function that is built without a framework they are arrays.
+    """
+    result: torch.Tensor = _Moved.apply(x, move, adjoint)
+    return result
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor | None, move: Any, adjoint: Any) -> torch.Tensor:
+        ctx.adjoint, ctx.weight = adjoint, losses.weight
+        return torch.as_tensor(move(None if x is None else x.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.weight is None:
+            return ctx.adjoint(gradient), None, None
+        return ctx.adjoint(gradient * ctx.weight) / ctx.weight, None, None
 
 
 def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
@@ -60,7 +100,8 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
     [tensor(12.), tensor(24.)]
     """
     check_tensor("all_reduce", x)
-    return _adjoints.all_reduced(x, op)
+    adjoint = gradient_of("all_reduce", op, lambda gradient: all_reduce(gradient, "sum"))
+    return moved(x, lambda x: comm.all_reduce(x, op), adjoint)
 
 
 def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
@@ -78,7 +119,12 @@ def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
         New, with the shape of ``x``. On ranks other than ``root`` it is zero.
     """
     check_tensor("reduce", x)
-    return _adjoints.reduced(x, op, root)
+
+    def move(x: torch.Tensor) -> Any:
+        result = comm.reduce(x, op, root)
+        return torch.zeros_like(x) if result is None else result
+
+    return moved(x, move, gradient_of("reduce", op, lambda gradient: broadcast(gradient, root)))
 
 
 def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -97,7 +143,7 @@ def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
         New, with the shape of ``x``.
     """
     check_tensor("broadcast", x)
-    return _adjoints.broadcasted(x, root)
+    return moved(x, lambda x: comm.broadcast(x, root), lambda gradient: reduce(gradient, "sum", root))
 
 
 def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
@@ -119,7 +165,17 @@ def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
     ValueError
         If ``x`` has no such axis, or the call has no such rank.
     """
-    return _adjoints.gathered(_rows("gather", x, dim), root).movedim(0, dim)
+    rows = _rows("gather", x, dim)
+
+    def move(rows: torch.Tensor) -> Any:
+        joined = comm.gather(rows, root)
+        return rows.new_empty(0, *rows.shape[1:]) if joined is None else joined
+
+    def adjoint(gradient: torch.Tensor) -> torch.Tensor:
+        sizes = comm.gather(gradient.new_full((1,), len(rows), dtype=torch.int64), root)
+        return scatter(gradient, 0, root, sizes=None if sizes is None else sizes.tolist())
+
+    return moved(rows, move, adjoint).movedim(0, dim)
 
 
 def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -144,7 +200,12 @@ def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Seque
     elif x is not None:
         check_tensor("scatter", x)
         x = x.reshape(-1)[:0]  # none of its elements, but its place in the graph
-    return _adjoints.scattered(x, root, sizes).movedim(0, dim)
+    shape = () if x is None else x.shape
+    return moved(
+        x,
+        lambda x: comm.scatter(x, root, sizes=sizes),
+        lambda gradient: gather(gradient, 0, root).reshape(shape),
+    ).movedim(0, dim)
 
 
 def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -168,8 +229,7 @@ def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """
     rows = _rows("all_gather", x, dim)
     sizes = [size for (size,) in _of_all_ranks(x, [len(rows)])]
-    blocks = _adjoints.all_gathered(_padded(rows, max(sizes)))
-    return _joined(blocks, sizes).movedim(0, dim)
+    return _joined(_gathered(_padded(rows, max(sizes))), sizes).movedim(0, dim)
 
 
 def reduce_scatter(
@@ -199,7 +259,7 @@ def reduce_scatter(
     """
     rows = _rows("reduce_scatter", x, dim)
     lengths = _checked_sizes("reduce_scatter", len(rows), dim, sizes)
-    return _adjoints.reduce_scattered(_stacked(rows, lengths), op)[: lengths[comm.rank]].movedim(0, dim)
+    return _scattered(_stacked(rows, lengths), op)[: lengths[comm.rank]].movedim(0, dim)
 
 
 def all_to_all(
@@ -236,9 +296,57 @@ def all_to_all(
     shapes = _incoming_shapes(x, split_dim % x.ndim, cat_dim % x.ndim, lengths)
     row_size = math.prod(rows.shape[1:])
     counts = [math.prod(shape) for shape in shapes]
-    received = _adjoints.exchanged(rows.reshape(-1), [length * row_size for length in lengths], counts)
+    received = _exchanged(rows.reshape(-1), [length * row_size for length in lengths], counts)
     blocks = [part.view(shape).movedim(0, split_dim) for part, shape in zip(received.split(counts), shapes)]
     return torch.cat(blocks, cat_dim)
+
+
+def check_tensor(verb: str, x: Any) -> None:
+    """Raise TypeError unless ``x`` is a tensor. A function that is built without a framework gets arrays."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"cannot {verb} by synk.torch: got a value of type {type(x).__name__}, expected a tensor. Build the "
+            "function with framework='torch', or pass torch.as_tensor(value)."
+        )
+
+
+def gradient_of(verb: str, op: str, total: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the adjoint of a reduction; ``total`` is that of a sum. An average has this rank's share of it.
+
+    If the op has no gradient the adjoint raises RuntimeError. All ranks gave the same op, so none waits for another.
+    """
+    share = 1.0
+    if op == "avg":
+        share = comm.rows / comm.total_rows if comm.total_rows else 1 / comm.world_size
+
+    def adjoint(gradient: torch.Tensor) -> torch.Tensor:
+        if op not in ("sum", "avg"):
+            raise RuntimeError(
+                f"cannot differentiate {verb}: got op {op!r}, expected 'sum' or 'avg'. Pass it tensor.detach(), and no "
+                "gradient comes back."
+            )
+        return total(gradient) if op == "sum" else total(gradient) * share
+
+    return adjoint
+
+
+def _gathered(block: torch.Tensor) -> torch.Tensor:
+    """Return the blocks of all ranks, which have one shape, stacked."""
+    return moved(block, comm.all_gather, lambda gradient: _scattered(gradient, "sum"))
+
+
+def _scattered(stack: torch.Tensor, op: str) -> torch.Tensor:
+    """Return the block of this rank, reduced over all ranks, of a stack with one for each."""
+    return moved(stack, lambda stack: comm.reduce_scatter(stack, op)[0], gradient_of("reduce_scatter", op, _gathered))
+
+
+def _exchanged(numbers: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
+    """Return flat elements from each rank, ``incoming`` counts, for flat elements to each, ``outgoing`` counts."""
+    return moved(
+        numbers,
+        lambda numbers: comm.all_to_all(numbers, sizes=outgoing),
+        lambda gradient: _exchanged(gradient, incoming, outgoing),
+    )
 
 
 def _check_dim(verb: str, x: Any, dim: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from synk._pure.nested import check_no_list, paths, take_apart
 from synk.errors import ClosedError, UnsupportedError
 from synk.torch import _passes as ranks
 from synk.torch._module_parts import check_gradients, dump_apart, load_joined, numbers_of
+from synk.torch._state import write
 
 
 class DataParallel(torch.nn.Module):
@@ -184,11 +184,7 @@ class _Calls:
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse arguments of which nobody knows which rows a worker needs, and attributes with a gradient."""
-        try:
-            arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"cannot call {self.name!r}: {error}.") from None
-        for name, value in arguments.items():
+        for name, value in inspect.signature(self.module.forward).bind(*args, **kwargs).arguments.items():
             leaves, structure = take_apart(value)
             for leaf, path in zip(leaves, paths(structure)):
                 label = f"{name}{path}"
@@ -207,18 +203,17 @@ class _Calls:
                     "of a part of the module, which runs on the workers. Wrap torch.nn.Sequential(module) instead."
                 )
 
-    def _order(self, arguments: bytes, wants: tuple[bool, ...]) -> ranks.Order:
+    def _order(self, arguments: bytes, wants: tuple[bool, ...]) -> ranks.Pass:
         """Return what the ranks need to know of a call besides its tensors."""
         names, tensors = zip(*self.module.named_parameters(), *self.module.named_buffers(), ("", None))
         pickled, classes = dump_apart(f"module {self.name!r}", self.module, numbers_of(tensors[:-1]))
         kind = self._runtime._session.assignment.torch_device
-        order = ranks.Pass(
-            self._owner, pickled, names[:-1], len([*self.module.parameters()]), arguments, wants,
+        return ranks.Pass(
+            classes, self._owner, pickled, names[:-1], len([*self.module.parameters()]), arguments, wants,
             torch.is_grad_enabled(),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             (torch.initial_seed(), next(self._numbers)),
         )  # fmt: skip
-        return ranks.Order(classes, pickle.dumps(order))
 
     def agreed(self, notes: Sequence[Any]) -> tuple[bytes, list[bool]]:
         """Return how the outputs are nested, and which of them have a gradient on some worker."""
@@ -234,20 +229,15 @@ class _Calls:
     def take(self, buffers: dict[str, torch.Tensor], after: Sequence[torch.Tensor]) -> None:
         """Take over the buffers that a pass has changed."""
         for (name, before), now in zip(buffers.items(), after):
-            path, _, key = name.rpartition(".")
-            own: Any = self.module.get_submodule(path)._buffers
-            if (before.shape, before.dtype) != (now.shape, now.dtype):
-                own[key] = now.clone()
-            elif not torch.equal(before, now):
-                with torch.no_grad():
-                    own[key].copy_(now)
+            if before.dtype != now.dtype or not torch.equal(before, now):
+                write(self.module.get_buffer(name), now)
 
 
 class _TwoCalls(torch.autograd.Function):
     """Two calls of the workers as one step of autograd. The second one begins with what the first one began with."""
 
     @staticmethod
-    def forward(ctx: Any, calls: _Calls, order: ranks.Order, num_rows: int, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, calls: _Calls, order: ranks.Pass, num_rows: int, *inputs: torch.Tensor) -> Any:
         ctx.calls, ctx.order, ctx.num_rows = calls, order, num_rows
         ctx.buffers = {name: buffer.detach().clone() for name, buffer in calls.module.named_buffers()}
         outputs, buffers, notes = calls.forward(*_TwoCalls.given(ctx, inputs), order)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,14 @@ from synk.torch._module_parts import Apart, dump_apart, load_joined
 from synk.torch._rank import seed_generators
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True)
+class Pass:
     """What a pass needs besides tensors.
 
     Attributes
     ----------
+    classes : list of type
+        Those in the module and in the arguments, which a rank must know before it loads them.
     owner : int
         The number of the ``DataParallel``. Modules that are equal in two of them stay two on the ranks.
     module : bytes
@@ -46,6 +49,7 @@ class Pass(NamedTuple):
         The program's seed and the number of the call.
     """
 
+    classes: list[type]
     owner: int
     module: bytes
     names: tuple[str, ...]
@@ -55,13 +59,6 @@ class Pass(NamedTuple):
     has_grad: bool
     autocast: torch.dtype | None
     seed: tuple[int, int]
-
-
-class Order:
-    """A pass, pickled, and the classes in it, which a rank must know before it loads the rest."""
-
-    def __init__(self, classes: Sequence[type], data: bytes) -> None:
-        self.classes, self.data = tuple(classes), data
 
 
 class _Whole(torch.nn.Module):
@@ -137,23 +134,23 @@ class _Run:
         self.nesting, _ = dump_apart("the outputs of DataParallel", result, place, _Outputs)
 
 
-def forward(rows: Any, tensors: Any, order: Order) -> Any:
+def forward(rows: Any, tensors: Any, order: Pass) -> Any:
     """Return the outputs for this rank's rows, the buffers after the pass, and how the outputs are nested."""
-    run = _Run(pickle.loads(order.data), rows, tensors)
+    run = _Run(order, rows, tensors)
     for output in run.outputs:
         _check_rows(output, len(rows[0]))
     flags = [output.requires_grad for output in run.outputs]
     return tuple(output.detach() for output in run.outputs), run.buffers, (run.nesting, flags)
 
 
-def backward(rows: Any, gradients: Any, tensors: Any, order: tuple[Order, tuple[int, ...]]) -> Any:
+def backward(rows: Any, gradients: Any, tensors: Any, order: tuple[Pass, tuple[int, ...]]) -> Any:
     """Return this rank's part of the sums, the gradients of its rows, and which leaves were used.
 
     The numbers behind the order are those of the outputs that ``gradients`` belong to.
     """
-    given: Pass = pickle.loads(order[0].data)
+    given, numbers = order
     run = _Run(given, rows, tensors)
-    pairs = [(run.outputs[k], gradient) for k, gradient in zip(order[1], gradients) if run.outputs[k].requires_grad]
+    pairs = [(run.outputs[k], gradient) for k, gradient in zip(numbers, gradients) if run.outputs[k].requires_grad]
     found: Sequence[Any] = [None] * len(run.leaves)
     if pairs:
         outputs, own = zip(*pairs)

@@ -19,7 +19,7 @@ import torch
 from synk._wire.cell import cell
 from synk.communicators._collectives import Collectives
 from synk.communicators._comm import comm
-from synk.torch._adjoints import check_tensor, moved
+from synk.torch._collectives import check_tensor, moved
 
 GRADIENT_TAGS = 1 << 20
 """All tags of messages are smaller. The gradient of message k with a tag has ``tag + k * GRADIENT_TAGS``, k from 1."""
@@ -159,10 +159,7 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
     tensor, shape ()
         The dummy: zero, to be added to the loss.
     """
-    check_tensor("send", x)
-    _check_tag("send", tag)
-    comm.send(x.detach(), peer, tag)
-    return _sent(x, peer, tag)
+    return isend(x, peer, tag).wait()
 
 
 def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -88,25 +88,20 @@ def process_group() -> dist.ProcessGroup:
         )
     # A rank that was replaced, or that has left the group, has number 0. All ranks must decide alike whether to make a
     # new group, so they compare their numbers first.
-    own: _Group | None = worker.process_group
+    own = worker.process_group
     number = 0 if own is None or own.is_abandoned else own.number
     if set(comm.all_gather(np.array([number])).ravel().tolist()) != {number} or not number:
-        own = worker.process_group = _made_anew(own)
-    assert own is not None
+        if own is not None:
+            own.close()
+        if dist.is_initialized():
+            raise ValueError(
+                "cannot make a process group: got one that the function has made by itself, expected none. Call "
+                "torch.distributed.destroy_process_group() first."
+            )
+        own = worker.process_group = _Group()
     own.watch()
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def _made_anew(old: _Group | None) -> _Group:
-    if old is not None:
-        old.close()
-    if dist.is_initialized():
-        raise ValueError(
-            "cannot make a process group: got one that the function has made by itself, expected none. Call "
-            "torch.distributed.destroy_process_group() first."
-        )
-    return _Group()
 
 
 class _Group:

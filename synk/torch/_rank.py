@@ -6,7 +6,6 @@ import functools
 import gc
 import importlib
 import pickle
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +18,10 @@ from synk._wire.cell import cell
 from synk.communicators._comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
-from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
+from synk.torch._collectives import losses
 from synk.torch._reduction import GradientSum, Options
 from synk.torch._undo import Undo
-
-_MASK = (1 << 64) - 1
 
 
 class RankReplica:
@@ -72,7 +69,7 @@ class RankReplica:
         """Call the user's function on the objects and this rank's rows."""
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
-        seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, cell.worker.number)
+        seed_generators(self.options.seed, int(trains), self.num_steps, cell.worker.number)
         return self.run_as_is(fn, trains, args, kwargs)
 
     def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +115,7 @@ class RankReplica:
         """
         for part in states.parts_of(self.objects):
             part.training = False
-            part.__dict__["train"] = functools.partial(_stay, part)
+            part.__dict__["train"] = lambda mode=True, part=part: part
         return self.run_shown(fn, *call)
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
@@ -126,7 +123,7 @@ class RankReplica:
         return self._undo.keep(self)
 
     def _check_alike(self) -> None:
-        """Compare the parameters of all ranks, which have taken the same steps.
+        """Compare the trained parameters of all ranks, which have taken the same steps.
 
         This happens after steps 1, 2, 4, 8 and so on. If the ranks drift apart, they do so from the first step or from
         the beginning of another phase of the training, and a long training pays almost nothing for the check.
@@ -136,20 +133,18 @@ class RankReplica:
         ValueError
             If a parameter differs.
         """
-        if comm.world_size == 1:
-            return
         modules = [obj for obj in self.objects if states.is_module(obj)]
-        named = [(module, *pair) for module in modules for pair in module.named_parameters()]
-        own = np.array([_digest(parameter) for _, _, parameter in named], np.int64)
-        everywhere = comm.all_gather(own)
-        for (module, name, parameter), digests in zip(named, everywhere.T):
-            if len(set(digests.tolist())) > 1 and _is_apart(parameter.detach(), self.num_steps):
-                raise ValueError(
-                    f"cannot take a step: after {self.num_steps} of them the workers' copies of "
-                    f"{type(module).__name__} differ in {name!r}, expected the same values on all, because each worker "
-                    "sees its own rows and only backward() sums gradients over all of them. Average what else becomes "
-                    "a gradient or changes a parameter: gradient = synk.comm.all_reduce(gradient, 'avg')."
-                )
+        named = [(type(module).__name__, *pair) for module in modules for pair in module.named_parameters()]
+        named = [each for each in named if each[-1].requires_grad]
+        own = np.array([_is_apart(parameter.detach(), self.num_steps) for _, _, parameter in named], np.int64)
+        for place in np.flatnonzero(comm.all_reduce(own, "max")):
+            model, name, _ = named[place]
+            raise ValueError(
+                f"cannot take a step: after {self.num_steps} of them the workers' copies of {model} differ in "
+                f"{name!r}, expected the same values on all, because each worker sees its own rows and only backward() "
+                "sums gradients over all of them. Average what else becomes a gradient or changes a parameter: "
+                "gradient = synk.comm.all_reduce(gradient, 'avg')."
+            )
 
     def told(self) -> Any:
         """Return what ``take`` takes: the state of the objects, of rank 0 alone."""
@@ -175,18 +170,11 @@ class RankReplica:
 
 
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
-    """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
-    first = torch.as_tensor(comm.broadcast(parameter))
-    bound = 0.0
-    if parameter.is_floating_point() or parameter.is_complex():
-        bound = 8 * num_steps * torch.finfo(parameter.dtype).eps * float(first.abs().nan_to_num(0, 0, 0).max())
-    is_near = torch.allclose(parameter, first, rtol=0, atol=bound, equal_nan=True)
-    return bool(comm.all_reduce(np.array([not is_near]), "max")[0])
-
-
-def _digest(parameter: torch.Tensor) -> int:
-    plain = parameter.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0
+    """Whether this rank's values differ from rank 0's by more than rounding, which depends on memory's alignment."""
+    wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))  # NumPy has no bfloat16
+    first = torch.as_tensor(comm.broadcast(wide))
+    bound = 8 * num_steps * torch.finfo(parameter.dtype).eps * float(first.abs().nan_to_num(0, 0, 0).max())
+    return not torch.allclose(wide, first, rtol=0, atol=bound, equal_nan=True)
 
 
 def left_out_of(optimizer: Any) -> dict[str, Any]:
@@ -243,20 +231,12 @@ def _wait_for_device() -> None:
             device.synchronize()
 
 
-def seed_generators(seed: int, step: int, stream: int) -> None:
-    """Seed torch's generators: alike in each run, and differently in each step, on each rank and in each slice."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & _MASK
-    mixed ^= mixed >> 31
-    mixed = (mixed * 0xD6E8FEB86659FD93) & _MASK
-    mixed = (mixed ^ (mixed >> 32)) >> 1
+def seed_generators(*numbers: int) -> None:
+    """Seed torch's generators: alike in each run, and differently for another step, rank or seed."""
+    mixed = hash(numbers)  # that of integers is the same in every process
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
-
-
-def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-    """Take the place of ``module.train``."""
-    return module
 
 
 def _detached(value: Any) -> Any:

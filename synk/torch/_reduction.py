@@ -166,7 +166,7 @@ class GradientSum:
         A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
         """
         bucket = self._bucket_of[index]
-        if bucket.is_started:
+        if bucket.request is not None:
             raise ValueError(
                 "cannot overlap the reduction with the backward pass: got the gradient of a parameter twice, expected "
                 "once, because its sum over the ranks has been started (a layer used inside and outside of "
@@ -175,9 +175,9 @@ class GradientSum:
         bucket.missing.discard(index)
         full = takewhile(lambda each: not each.missing, [] if bucket.missing else self._buckets)
         for number, bucket in enumerate(full):
-            if not bucket.is_started:
+            if bucket.request is None:
                 for started in self._buckets[:number]:
-                    started.test()
+                    started.request.test()  # the ranks agree on it first, and then it is queued on the device
                 bucket.start(self._share, self._fired)
 
     def _reduce(self) -> None:
@@ -195,13 +195,14 @@ class GradientSum:
         self.notice_reduction()
         for index in range(len(self._parameters)):
             self._keep(index)  # before a sum replaces it: parameters that only other ranks used had no hook called
-        for bucket in self._buckets if self._is_overlapping else ():
-            if not bucket.is_started:
+        buckets = self._buckets if self._num_ranks > 1 else []
+        for bucket in buckets if self._is_overlapping else ():
+            if bucket.request is None:
                 bucket.start(self._share, self._fired)
-        for bucket in self._buckets if self._num_ranks > 1 else ():
+        for bucket in buckets:
             bucket.finish(self._share, self._fired)
-        used = self._buckets[-1].flags() if self._num_ranks > 1 and self._buckets else []
-        for bucket in self._buckets if used else ():
+        used = [abs(flag) > 0 for flag in buckets[-1].flags.tolist()] if buckets else []  # by any rank
+        for bucket in buckets:
             bucket.give_back(used)
         self._fired.clear()
 
@@ -218,6 +219,10 @@ class Bucket:
         The positions of its parameters.
     missing : set of int
         Those whose gradients the pass has not brought yet.
+    request : Request or None
+        Of the sum that was started in the pass.
+    flags : tensor
+        Of the last bucket, after the sum: not zero for each parameter that any rank has used.
     """
 
     missing: set[int]
@@ -229,11 +234,11 @@ class Bucket:
         dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
         sizes = [*(parameter.numel() for _, parameter in parameters), num_flags]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
-        *parts, self._flags = flat.split(sizes)
+        *parts, self.flags = flat.split(sizes)
         self._parts = [part.view(parameter.shape) for part, (_, parameter) in zip(parts, parameters)]
         # The whole buffer. On the CPU it is an array, because small operations on arrays cost less.
         self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
-        self._request: Any = None  # of a sum that was started
+        self.request: Any = None  # of a sum that was started
 
     @staticmethod
     def split(parameters: Sequence[torch.Tensor], nbytes: int) -> list[Bucket]:
@@ -252,27 +257,19 @@ class Bucket:
         found += kinds.values()
         return [Bucket(each, len(parameters) if each is found[-1] else 0) for each in found]
 
-    @property
-    def is_started(self) -> bool:
-        return self._request is not None
-
     def expect(self, expected: set[int]) -> None:
         """Begin a pass, which may bring the gradients of these parameters."""
-        self._request, self.missing = None, self.indices & expected
+        self.request, self.missing = None, self.indices & expected
 
     def start(self, share: float, fired: set[int]) -> None:
         """Start to sum the gradients over the ranks. Until the end the buffer belongs to the communicator."""
         self._fill(share, fired)
-        self._request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
-
-    def test(self) -> None:
-        """Advance a sum that was started: the ranks agree on it first, and then it is queued on the device."""
-        self._request.test()
+        self.request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
 
     def finish(self, share: float, fired: set[int]) -> None:
         """Sum the gradients over the ranks, weighted by their shares of the rows, or wait for what was started."""
-        if self._request is not None:
-            self._request.wait()
+        if self.request is not None:
+            self.request.wait()
         else:
             self._fill(share, fired)
             comm.all_reduce(self._memory, "sum", out=self._memory)
@@ -287,11 +284,7 @@ class Bucket:
         self._memory *= share
         if self._num_flags:
             used = [float(index in fired) for index in range(self._num_flags)]
-            self._flags.copy_(torch.tensor(used, dtype=self._flags.dtype))
-
-    def flags(self) -> list[bool]:
-        """Return which parameters any rank has used."""
-        return [abs(flag) > 0 for flag in self._flags.tolist()]
+            self.flags.copy_(torch.tensor(used, dtype=self.flags.dtype))
 
     def give_back(self, used: Sequence[bool]) -> None:
         """Copy the sums into the gradients of the parameters that any rank has used."""

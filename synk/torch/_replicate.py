@@ -118,14 +118,12 @@ def _check_objects(objects: Sequence[Any]) -> None:
                 f"cannot replicate a {type(obj).__name__}: it has no state_dict and load_state_dict, expected modules, "
                 "optimizers and others with these methods. Give it both, or make it an attribute of a module."
             )
-        if _state.is_module(obj) and any(
-            isinstance(each, torch.nn.parameter.UninitializedParameter) for each in obj.parameters()
-        ):
-            raise ValueError(
-                f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model that "
-                "has run once. Call it with a batch first."
-            )
         for name, each in obj.named_parameters() if _state.is_module(obj) else ():
+            if isinstance(each, torch.nn.parameter.UninitializedParameter):
+                raise ValueError(
+                    f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model "
+                    "that has run once. Call it with a batch first."
+                )
             if each._backward_hooks or each._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"cannot replicate {type(obj).__name__}: its parameter {name!r} has a hook, expected none, because "

@@ -121,18 +121,21 @@ def _load_module(module: Any, state: State) -> None:
         if name not in tensors or name not in state["tensors"]:
             path, _, key = name.rpartition(".")
             parts[path]._buffers[key] = None if name in tensors else _as_here(state["tensors"][name], parameters)
-    with torch.no_grad():
-        for name in tensors.keys() & state["tensors"].keys():
-            tensor, value = tensors[name], state["tensors"][name]
-            if tensor.shape != value.shape or tensor.dtype != value.dtype:  # as of a buffer that grows
-                tensor.data = value.to(tensor.device)
-            else:
-                tensor.copy_(value)
+    for name in tensors.keys() & state["tensors"].keys():
+        write(tensors[name], state["tensors"][name])
     for name, gradient in state["gradients"].items():
         tensors[name].requires_grad_(state["requires_grad"][name])
         tensors[name].grad = None if gradient is None else gradient.to(tensors[name].device)
     for name, extra in state["extra"].items():
         parts[name].set_extra_state(extra)
+
+
+def write(tensor: torch.Tensor, value: torch.Tensor, *, is_in_place: bool = True) -> None:
+    """Write into a tensor's own memory, or give it other memory: the shape differs, as of a buffer that grows."""
+    if is_in_place and (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+        tensor.detach().copy_(value)
+    else:
+        tensor.data = value.to(tensor.device, copy=True)
 
 
 def _as_here(value: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:

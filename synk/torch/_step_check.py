@@ -29,7 +29,6 @@ from synk._pure.output_ops import DEFAULT_OP
 from synk._wire.apart import Part
 from synk.torch import _rank
 from synk.torch import _state as states
-from synk.torch._bodies import body_of
 
 _RTOL = 0.02
 """Relative to the norm. Gradients are sums of rounded numbers, perhaps of 16 bits; a wrong loss is further off."""
@@ -65,7 +64,7 @@ def _compare(function: Any, few: Few) -> str | None:
 def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
     """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
     fn = tried(copied, function._fn, max_nbytes=MAX_NBYTES).fn
-    body = PlainCopy(body_of(fn, copy, function._replicated._objects, True, method=method))
+    body = PlainCopy(function.body(fn, copy, method))
     runs = Runs(function, body, few.args, few.kwargs, limit_of(function), [copy])
     apart = tried(runs.apart, few.rows)
     if runs.seconds * len(apart) > MAX_S:

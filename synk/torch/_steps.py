@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._api.function import Function
 from synk._api.op_check import OpCheck
-from synk._api.options import Options
+from synk._api.options import Options, name_of
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import verb
-from synk.torch._bodies import body_of
+from synk.torch._state import names_of
 from synk.torch._step_check import check_step
 
 
@@ -19,16 +20,40 @@ class StepFunction(Function[..., Any]):
     """A :class:`synk.Function` over replicated objects. Made by :meth:`Replicated.function`."""
 
     def __init__(self, replicated: Any, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
-        resident, objects = replicated._resident, replicated._objects
-        body = body_of(fn, resident, objects, trains)
-        self._replicated, self._trains = replicated, trains
-        updates = [resident] if trains else []
-        self._fn = fn
+        self._replicated, self._fn, self._trains = replicated, fn, trains
+        body = self.body(fn, replicated._resident)
+        updates = [replicated._resident] if trains else []
         super().__init__(
             body, Options.of(body, framework="torch", updates=updates, **options), replicated._runtime._session
         )
         is_default, first = isinstance(options["outputs"], DefaultOp), self._callee.signature.first_scattered
         self._op_check = OpCheck(first) if is_default else None
+
+    def body(self, fn: Callable[..., Any], resident: Any, method: str = "run") -> Callable[..., Any]:
+        """Return the function that the workers run: a method of the replica, which calls ``fn`` on their own objects.
+
+        Raises
+        ------
+        TypeError
+            If ``fn`` has fewer parameters than there are objects.
+        """
+        objects, trains = self._replicated._objects, self._trains
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            return getattr(resident.value, method)(fn, trains, args, kwargs)
+
+        body.__name__ = name_of(fn)
+        signature = inspect.signature(fn)
+        parameters = list(signature.parameters.values())
+        own = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        if len(own) < len(objects) and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            raise TypeError(
+                f"cannot build {body.__name__!r}: it has {len(own)} parameters, expected one for each of the "
+                f"{len(objects)} replicated objects first ({names_of(objects)})."
+            )
+        others = parameters[min(len(objects), len(own)) :]
+        body.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return body
 
     @verb
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -90,9 +115,8 @@ class StepFunction(Function[..., Any]):
 
     def _as_is(self) -> Function[..., Any]:
         """Return an ordinary function that takes the step without seeds of its own, so that draws can be seen."""
-        replicated = self._replicated
-        body = body_of(self._fn, replicated._resident, replicated._objects, self._trains, method="run_as_is")
-        return Function(body, self._options, replicated._runtime._session)
+        resident, session = self._replicated._resident, self._replicated._runtime._session
+        return Function(self.body(self._fn, resident, "run_as_is"), self._options, session)
 
     def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> Callable[[Any], None] | None:
         if not self._trains:

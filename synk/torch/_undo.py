@@ -21,11 +21,6 @@ from synk.torch import _state as states
 from synk.torch._checkpoint import load_generators, rank_generators
 from synk.torch._reduction import GradientSum
 
-_SMALL_NBYTES = 1 << 20
-"""A tensor of at most this size is copied before each step, since torch's batch norms write without a trace. A larger
-one is copied if its version shows a write.
-"""
-
 
 class Undo:
     """Keeps the state of one rank's replicated objects before each step.
@@ -45,7 +40,6 @@ class Undo:
         self._structure = self._present_structure()
         self._parameters = states.parameters_of(objects)
         self._is_early = False  # whether steps change parameters before they communicate for the last time
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
         # How many collectives the call had begun when it first changed a parameter; None if it has not changed one.
         self._num_before: int | None = None
         self._has_stepped = False
@@ -69,7 +63,9 @@ class Undo:
         tables = [(table, table.copy()) for table in (*self._tables, *groups)]
         tensors = [each for part in self._parts for each in part._buffers.values() if each is not None]
         tensors += [rate for group in groups for rate in group.values() if isinstance(rate, torch.Tensor)]
-        copies = self._copied([*tensors, *(self._parameters if is_early else ())])
+        tensors += self._parameters if is_early else []
+        # Also large ones that nobody seems to have written: torch's batch norms write without a trace.
+        copies = [(each, each.detach().clone(), states.address(each)) for each in tensors]
         slots = [{key: copy.deepcopy(each) for key, each in obj.state.items()} for obj in self._optimizers if is_early]
         others = [copy.deepcopy(obj.state_dict()) for obj in self._others]
         num_steps, generators = replica.num_steps, rank_generators()
@@ -84,8 +80,8 @@ class Undo:
             for table, entries in tables:
                 table.clear()
                 table.update(entries)
-            for tensor, copied in copies:
-                self._write(tensor, copied)
+            for tensor, copied, place in copies:
+                states.write(tensor, copied, is_in_place=states.address(tensor) == place)
             for obj, its_slots in zip(self._optimizers, slots):
                 obj.state.clear()
                 obj.state.update({key: copy.deepcopy(each) for key, each in its_slots.items()})
@@ -98,25 +94,6 @@ class Undo:
             return self._reduction.put_back()
 
         return put_back
-
-    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors with copies of them: those of the last step where nobody has written since."""
-        before, self._copies = self._copies, {}
-        for tensor in tensors:
-            marks = tensor._version, states.address(tensor)
-            held, copied, seen = before.get(id(tensor), (None, tensor, None))
-            is_kept = held is tensor and seen == marks and not tensor.is_sparse and tensor.nbytes > _SMALL_NBYTES
-            if not is_kept:
-                copied = tensor.detach().clone()
-            self._copies[id(tensor)] = tensor, copied, marks
-        return [(tensor, copied) for tensor, copied, _ in self._copies.values()]
-
-    def _write(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
-        is_in_place = self._copies[id(tensor)][2][1] == states.address(tensor)
-        if is_in_place and tensor.shape == copied.shape and tensor.dtype == copied.dtype:
-            tensor.detach().copy_(copied)
-        else:
-            tensor.data = copied.clone()
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
