@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,8 @@ def culprit_in(place: str, value: Any, pickle: Callable[[Any], Any], depth: int 
     value : object
         What ``pickle`` has refused.
     """
-    for step, part in _held_by(value) if depth else ():
+    is_open = depth and _can(operator.methodcaller("__reduce_ex__", 4), value)  # not one that refuses by itself
+    for step, part in _held_by(value) if is_open else ():
         if not _can(pickle, part):
             return culprit_in(place + step, part, pickle, depth - 1)
     return place, value
