@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
@@ -13,7 +13,6 @@ import numpy as np
 from synk._engine.resident import Resident
 from synk._engine.shared import Shared
 from synk._pure.call_options import CallOptions
-from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.output_ops import DEFAULT_OP, each_op
@@ -31,21 +30,6 @@ class KeptOptions(TypedDict, total=False):
     framework: Literal["torch"]
     retry: int
     per_rank: bool
-
-
-class MapOptions(TypedDict, total=False):
-    """The options of :func:`synk.map`."""
-
-    batch_size: int | None
-    ordered: bool
-    progress: bool
-    on_error: Literal["raise", "return"]
-    item_timeout: float | None
-    max_tasks_per_worker: int | None
-    max_worker_memory: int | None
-    journal: Path | None
-    key: Callable[[Any], Any] | None
-    version: str | int | None
 
 
 def is_integer(value: Any, least: int) -> bool:

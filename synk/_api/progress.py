@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from synk._engine.chunks import PoolStats
 from synk._engine.jobs import is_failure
 
 
@@ -29,10 +28,8 @@ def progress_bar(name: str, length: int) -> Any:
     return tqdm(desc=name, total=length or None)
 
 
-def with_progress(outcomes: Iterator[Any], bar: Any, stats: PoolStats | None = None) -> Iterator[Any]:
-    """Yield the outcomes, each counted by the bar. At the end of a map, which has ``stats``, comes a summary, also if
-    an exception ends it.
-    """
+def with_progress(outcomes: Iterator[Any], bar: Any) -> Iterator[Any]:
+    """Yield the outcomes, each counted by the bar. At the end comes a summary, also if an exception ends them."""
     failed = 0
     try:
         for outcome in outcomes:
@@ -43,10 +40,4 @@ def with_progress(outcomes: Iterator[Any], bar: Any, stats: PoolStats | None = N
             yield outcome
     finally:
         bar.close()
-        if stats is not None:
-            slowest = ", ".join(f"{number} ({seconds:.2g} s)" for seconds, number in stats.slowest)
-            bar.write(
-                f"{bar.desc}: {bar.n - failed} done, {failed} failed. Workers: {stats.deaths} died, {stats.replaced} "
-                "replaced." + (f" Slowest items: {slowest}." if slowest else ""),
-                file=sys.stderr,
-            )
+        bar.write(f"{bar.desc}: {bar.n - failed} done, {failed} failed.", file=sys.stderr)

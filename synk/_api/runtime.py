@@ -13,7 +13,7 @@ import numpy.typing as npt
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
-from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
+from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
 from synk._engine.data import Data
 from synk._engine.processes import Processes
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 watch_over()
 
@@ -349,26 +348,6 @@ class Runtime(Hinting):
         self._session.check_open("build a function")
         return build_function(fn, options, self._session)
 
-    @overload
-    def map(
-        self,
-        fn: Callable[[T], R],
-        items: Iterable[T],
-        /,
-        **options: Unpack[MapOptions],
-    ) -> Iterator[R]: ...
-
-    @overload
-    def map(
-        self,
-        fn: Callable[..., R],
-        first: Iterable[Any],
-        second: Iterable[Any],
-        /,
-        *others: Iterable[Any],
-        **options: Unpack[MapOptions],
-    ) -> Iterator[R]: ...
-
     @verb
     def map(
         self,
@@ -545,8 +524,7 @@ class Runtime(Hinting):
         ...     sorted(runtime.stacks())
         [0, 1]
         """
-        nodes, processes = self._session.nodes, self._watched()
-        return stacks(processes) if nodes is None else nodes.stacks(processes)
+        return stacks(self._watched())
 
     def _watched(self) -> Processes:
         """Return the processes, for a look at them from any thread."""

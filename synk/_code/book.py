@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import io
-import operator
 import pickle
 import sys
 import types
@@ -39,12 +38,11 @@ from synk._code.facets import (
 from synk._code.handles import Handle
 from synk._code.modules import (
     Located,
+    has_plain_defaults,
     imported_parts_of,
     imports_inside,
     inside,
     is_told_by_import,
-    methods_in,
-    parts_of,
     reached_from,
 )
 from synk._code.packing import Address, ComesApart, ComesFirst, PartsPickler, SharedBytes
@@ -65,12 +63,11 @@ class _Entry(NamedTuple):
 
 
 class _Module(NamedTuple):
-    """One of the user's modules, as the workers know it; of methods that are no nodes, the code and the defaults."""
+    """One of the user's modules, as the workers know it."""
 
     module: types.ModuleType
     spec: Any
     parcel: Parcel
-    methods: dict[Located, Any]
 
     def is_current(self, name: str) -> bool:
         """Whether the program has neither reloaded nor replaced it."""
@@ -110,7 +107,6 @@ class Book(Shelf):
         self._again: dict[Node, None] = {}  # in this update: what must be looked at once more
         self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
         self._changed: dict[int, int] = {}  # in this update: by the id of an object, the last parcel that changed it
-        self._methods_met: set[str] = set()  # modules whose methods were compared in this update
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
 
     # -- packing ------------------------------------------------------------------------------------------------------
@@ -123,7 +119,6 @@ class Book(Shelf):
     def update(self, function_id: int, fn: Any, options: dict[str, Any]) -> None:
         """Pack a function that the workers do not have, and whatever has changed of what it captures."""
         self.prepared.clear()
-        self._methods_met.clear()
         self._note_reloads()
         again = self._again = {}
         self.restless.clear()
@@ -425,15 +420,7 @@ class Book(Shelf):
             parcel.imports |= imports_inside(module)
             parcel.modules_met.add(name)
             self._modules_before.setdefault(name, None)
-            methods = {each: imported_parts_of(each.obj) for each in methods_in(module)}
-            self._modules[name] = _Module(module, module.__spec__, parcel, methods)
-        known = self._modules[name]
-        for each, told in known.methods.items() if name not in self._methods_met else ():
-            if not all(map(operator.is_, parts_of(each.obj), told)) and id(each.obj) not in self.known:
-                parcel = self._pack_located([each], is_whole=False)
-                parcel.nodes[0].facets[0].told.update(zip(FUNCTION_PARTS, told))  # type: ignore[attr-defined]
-                known.parcel.refers.add(parcel)
-        self._methods_met.add(name)
+            self._modules[name] = _Module(module, module.__spec__, parcel)
 
     def _modules_of(self, function_id: int) -> list[str]:
         self._reached.clear()
@@ -447,9 +434,9 @@ class Book(Shelf):
             self._reached[names] = reached_from(sorted(names))
         return self._reached[names]
 
-    def _pack_located(self, located: Sequence[Located], *, is_whole: bool = True) -> Parcel:
+    def _pack_located(self, located: Sequence[Located]) -> Parcel:
         """Pack the places of a module's objects. Workers find their own objects there, after their own import."""
-        names = tuple(located[0].obj) if is_whole else None
+        names = tuple(located[0].obj)
         places = tuple((each.module, each.steps) for each in located), names
         actions = pickle.dumps([("locate", places, None, None)], protocol=5)
         parcel = self.plain_parcel(actions + pickle.dumps((), protocol=5))
@@ -611,13 +598,6 @@ class Book(Shelf):
         parcels = self._needs([self._entries[function_id].parcel])
         return {name for parcel in parcels for name in parcel.imports if name not in sys.modules}
 
-    def methods_of(self, function_id: int) -> list[tuple[Any, Any]]:
-        """Return methods in the modules that a function can reach, with the code and the defaults that ranks have."""
-        names = self._reached_from(self._own(function_id))
-        found = [known for known in map(self._modules.get, names) if known is not None]
-        methods = [(each.obj, told) for known in found for each, told in known.methods.items()]
-        return [each for each in methods if id(each[0]) not in self.known]
-
     def specs_of(self, function_id: int) -> list[tuple[types.ModuleType, Any]]:
         """Return the modules that a function can reach, with their specs. A reload gives a module a new spec."""
         names = self._reached_from(self._own(function_id))
@@ -654,7 +634,8 @@ def _imported_facet(located: Located) -> Facet:
             is_told = is_fixed or is_told_by_import(key, value, located.module)
         facet.told[key] = value if is_told else UNKNOWN
     if isinstance(obj, types.FunctionType):
-        facet.told["__code__"] = imported_parts_of(obj)[0]
+        is_plain_method = len(located.steps) > 1 and has_plain_defaults(obj)  # a program may have thousands of them
+        facet.told.update(zip(FUNCTION_PARTS[: 3 if is_plain_method else 1], imported_parts_of(obj)))
     return facet
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from synk._code.culprits import culprit_in, place_of
+from synk._code.culprits import culprit_in, named_by, place_of
 from synk._code.handles import HandlePickler
 from synk._processes.output import warn_at_users_line
 from synk.errors import SerializationError
@@ -95,7 +94,7 @@ def check_captured(name: str, options: dict[str, Any]) -> Captured:
 def unsendable(names: str, fn: Any, error: Exception) -> SerializationError:
     """Return the error for a function that cannot be pickled."""
     return SerializationError(
-        f"cannot send {names} to the workers: {find_culprit(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
+        f"cannot send {names} to the workers: {_culprit_of(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
         "Make such an object inside the function, or pass what it needs as an argument."
     )
 
@@ -109,16 +108,9 @@ def check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
         )
 
 
-def find_culprit(fn: Any) -> str:
+def _culprit_of(fn: Any) -> str:
     """Return a sentence that names the first part of a function that cannot be pickled."""
-    target = getattr(fn, "func", fn)
-    owner = {"self": target.__self__} if hasattr(target, "__func__") else {}
-    target = getattr(target, "__func__", target)
-    try:
-        variables = inspect.getclosurevars(target)
-    except (TypeError, ValueError):
-        return ""
-    for name, value in {**owner, **variables.nonlocals, **variables.globals}.items():
+    for name, value in named_by(fn):
         try:
             captured_in(value)
         except Exception:

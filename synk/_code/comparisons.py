@@ -27,10 +27,10 @@ Check = Callable[[], bool]
 _FEW = 16
 """The addresses of more objects than this are compared as bytes."""
 
-MANY = 256
+_MANY = 256
 """A list of more elements is compared as memory: CPython keeps the addresses of its elements in one array."""
 
-POINTERS = list.__basicsize__ - 16
+_POINTERS = list.__basicsize__ - 16
 """Where a list has the address of that array."""
 
 _attribute = object.__getattribute__
@@ -52,14 +52,13 @@ class Comparisons:
         self._empty: list[Any] = []
         self._arrays: list[tuple[Callable[[], bytes], Any, Any, Any, Any]] = []
         self._lists: list[list[Any]] = []
-        self.methods: Sequence[tuple[Any, tuple[Any, ...]]] = ()
 
     def add(self, facet: Any) -> None:
         """Add a facet of any kind, except large arrays, tensors and objects with a pickling rule of their own."""
         obj: Any = facet.obj
         if isinstance(facet, ArrayContents):
             self._arrays.append((obj.tobytes, facet.told, obj, obj.dtype, obj.shape))
-        elif isinstance(facet, Elements) and type(obj) is list and len(obj) > MANY:
+        elif isinstance(facet, Elements) and type(obj) is list and len(obj) > _MANY:
             self._lists.append(obj)
         elif isinstance(obj, dict) and (isinstance(facet, Elements) or facet.kind == "item"):
             self._add_table(obj)
@@ -132,8 +131,7 @@ class Comparisons:
             (_slots_check, self._slots),
             (_unset_check, self._unset),
             (_arrays_check, self._arrays),
-            (lists_check, self._lists),
-            (_methods_check, self.methods),
+            (_lists_check, self._lists),
         )
         return checks + [make(row) for make, row in rows if row]
 
@@ -180,29 +178,29 @@ def addresses(values: Iterable[Any], count: int) -> bytes:
     return np.fromiter(values, object, count).tobytes()
 
 
-def place_of_pointers(items: list[Any]) -> ctypes.c_void_p:
+def _place_of_pointers(items: list[Any]) -> ctypes.c_void_p:
     """Return where a list has the address of its array of addresses."""
-    return ctypes.c_void_p.from_address(id(items) + POINTERS)
+    return ctypes.c_void_p.from_address(id(items) + _POINTERS)
 
 
-def may_read_memory() -> bool:
+def _may_read_memory() -> bool:
     """Whether no other thread of Python could have a list let go of its memory while it is read."""
-    return has_pointers and threading.active_count() == 1
+    return _has_pointers and threading.active_count() == 1
 
 
-def lists_check(lists: Sequence[list[Any]]) -> Check:
+def _lists_check(lists: Sequence[list[Any]]) -> Check:
     """Return a check of the elements of long lists: as memory, or one by one where that could crash.
 
     It compares them with copies of the lists, which keep the elements alive: no other object gets their addresses.
     """
     told = [
-        (items, place_of_pointers(items), before, place_of_pointers(before))
+        (items, _place_of_pointers(items), before, _place_of_pointers(before))
         for items, before in zip(lists, map(list, lists))
     ]
 
     def is_same() -> bool:
-        if may_read_memory():
-            return all(len(a) == len(b) and not memcmp(of_a, of_b, 8 * len(b)) for a, of_a, b, of_b in told)
+        if _may_read_memory():
+            return all(len(a) == len(b) and not _memcmp(of_a, of_b, 8 * len(b)) for a, of_a, b, of_b in told)
         return all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, _, b, _ in told)
 
     return is_same
@@ -213,18 +211,12 @@ def _test_pointers() -> bool:
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
     items: list[Any] = [object() for _ in range(9)]
-    place, before = place_of_pointers(items), addresses(items, 9)
-    found = [ctypes.sizeof(ctypes.c_void_p) == 8 and not memcmp(place, before, 72)]
+    place, before = _place_of_pointers(items), addresses(items, 9)
+    found = [ctypes.sizeof(ctypes.c_void_p) == 8 and not _memcmp(place, before, 72)]
     items[4] = object()
-    found.append(bool(memcmp(place, before, 72)))
+    found.append(bool(_memcmp(place, before, 72)))
     items[:] = [*items, *items]
-    return all(found) and not memcmp(place, addresses(items, 18), 144)
-
-
-def _methods_check(methods: Sequence[tuple[Any, tuple[Any, ...]]]) -> Check:
-    functions, told = [each for each, _ in methods], list(zip(*(parts for _, parts in methods)))
-    rows = [(operator.attrgetter(name), values) for name, values in zip(FUNCTION_PARTS, told)]
-    return lambda: all(all(map(operator.is_, map(get, functions), values)) for get, values in rows)
+    return all(found) and not _memcmp(place, addresses(items, 18), 144)
 
 
 def _types_check(objects: Sequence[Any]) -> Check:
@@ -263,6 +255,6 @@ def contents_getter(cell: types.CellType) -> Callable[[str, Any], Any]:
     return get
 
 
-memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: nobody changes a list meanwhile
-memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-has_pointers = _test_pointers()
+_memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: nobody changes a list meanwhile
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+_has_pointers = _test_pointers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,8 @@ def culprit_in(place: str, value: Any, pickle: Callable[[Any], Any], depth: int 
     value : object
         What ``pickle`` has refused.
     """
-    for step, part in _parts(value) if depth else ():
+    is_open = depth and _can(operator.methodcaller("__reduce_ex__", 4), value)  # not one that refuses by itself
+    for step, part in _held_by(value) if is_open else ():
         if not _can(pickle, part):
             return culprit_in(place + step, part, pickle, depth - 1)
     return place, value
@@ -39,22 +41,6 @@ def _can(pickle: Callable[[Any], Any], value: Any) -> bool:
     except Exception:
         return False
     return True
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is pickled with an object: its items, or the attributes in its state."""
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
-        return
-    if isinstance(value, (list, tuple)):
-        yield from ((f"[{position}]", part) for position, part in enumerate(value))
-        return
-    try:
-        state = value.__reduce_ex__(4)[2]
-    except Exception:  # the object reveals no state
-        return
-    if isinstance(state, dict):
-        yield from ((f".{name}", part) for name, part in state.items())
 
 
 def place_of(fn: Any, obj: Any) -> str:
@@ -82,7 +68,7 @@ def dearest(fn: Any, costs: dict[int, float]) -> str:
 def _places(fn: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function captured, and how it would write each object."""
     seen: set[int] = set()
-    pending: list[tuple[str, Any]] = list(_named_by(fn))
+    pending: list[tuple[str, Any]] = list(named_by(fn))
     for _ in range(20_000):
         if not pending:
             break
@@ -94,7 +80,8 @@ def _places(fn: Any) -> Iterator[tuple[str, Any]]:
         pending += [(place + step, each) for step, each in _held_by(value)]
 
 
-def _named_by(fn: Any) -> Iterable[tuple[str, Any]]:
+def named_by(fn: Any) -> Iterable[tuple[str, Any]]:
+    """Yield what a function captured, and under which name."""
     fn = getattr(fn, "func", fn)
     owner = getattr(fn, "__self__", None)
     if owner is not None:
@@ -120,7 +107,7 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         return [(f"[{place}]", each) for place, each in enumerate(value)]
     if isinstance(value, types.FunctionType):
-        return [("", each) for _, each in _named_by(value)]
+        return [("", each) for _, each in named_by(value)]
     if isinstance(value, types.ModuleType):
         return (
             [(f".{name}", each) for name, each in list(vars(value).items())] if is_users_module(value.__name__) else []

@@ -166,10 +166,8 @@ def imports_inside(module: types.ModuleType) -> set[str]:
 def inside(module: types.ModuleType) -> list[Located]:
     """Return what is compared in a module: its table, its own functions with their cells, and its own classes.
 
-    The same goes for what is in these classes, except methods that hold nothing that could change: a program may have
-    thousands of them, and :func:`methods_in` has them.
-
-    Of a module that was reloaded, only its table: what is in it travels with its contents.
+    The same goes for what is in these classes. Of a module that was reloaded, only its table: what is in it travels
+    with its contents.
     """
     name, table = module.__name__, vars(module)
     found = [Located(table, name, (("table", None),))]
@@ -177,7 +175,7 @@ def inside(module: types.ModuleType) -> list[Located]:
         kind, _ = each.steps[-1]
         if not isinstance(each.obj, types.FunctionType):
             found.append(each)
-        elif (len(each.steps) == 1 or _holds_something(each.obj)) and (kind != "member" or travels_by_name(each.obj)):
+        elif kind != "member" or travels_by_name(each.obj):
             found.append(each)
             cells = enumerate(each.obj.__closure__ or ())
             found += [Located(cell, name, (*each.steps, ("closure", index))) for index, cell in cells]
@@ -217,34 +215,19 @@ def _wrapped_in(located: Located, seen: set[int]) -> Iterator[Located]:
             yield from _wrapped_in(found, seen)
 
 
-def methods_in(module: types.ModuleType) -> list[Located]:
-    """Return the functions of a module's classes of which only the code and the defaults are compared."""
-    name = module.__name__
-    members = () if name in BY_VALUE else _members(name, vars(module))
-    methods = [each for each in members if isinstance(each.obj, types.FunctionType) and len(each.steps) > 1]
-    return [each for each in methods if not _holds_something(each.obj)]
-
-
-def parts_of(function: types.FunctionType) -> tuple[Any, Any, Any]:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
 _first_parts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def imported_parts_of(function: types.FunctionType) -> tuple[Any, Any, Any]:
     """Return the code and the defaults that a function had when a runtime first met it, which are its import's."""
-    return _first_parts.setdefault(function, parts_of(function))
+    parts = function.__code__, function.__defaults__, function.__kwdefaults__
+    return _first_parts.setdefault(function, parts)
 
 
-def _holds_something(function: types.FunctionType) -> bool:
-    """Whether a function holds an object that could change: as a default, an attribute or in a cell."""
+def has_plain_defaults(function: types.FunctionType) -> bool:
+    """Whether no default of a function could change."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return (
-        bool(function.__dict__)
-        or function.__code__.co_freevars not in ((), ("__class__",))
-        or not all(isinstance(value, NUMBERS) for value in defaults)
-    )
+    return all(isinstance(value, NUMBERS) for value in defaults)
 
 
 def is_told_by_import(key: Any, value: Any, module: str) -> bool:

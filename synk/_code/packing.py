@@ -391,10 +391,10 @@ class PartsPickler(HandlePickler):
         for part in fresh if table is None and not is_restored else (*fresh, reduced[2]):
             self.leave_out(part)
         if is_restored:
-            return [lambda _: _state(obj, _without_items, (make, args, state))]
+            return [lambda _: _state(obj, lambda own: reduced_anew(own)[:3], (make, args, state))]
         if table is None or _holds_only(reduced[1], {*map(id, table.values())}):
             return []
-        return [lambda _: _state(obj, _without_state, (make, args, None))]
+        return [lambda _: _state(obj, lambda own: reduced_anew(own)[:2], (make, args, None))]
 
     def _leave_out_containers(self, part: Any) -> None:
         """Leave out the containers that make up a recipe."""
@@ -440,18 +440,6 @@ def _state(obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -
 
 def _pickled(obj: Any) -> tuple[Any, Any, Any]:
     return dumps(obj), (), None
-
-
-def _without_state(obj: Any) -> tuple[Any, ...]:
-    """Return the maker of an object's recipe, and its arguments."""
-    make, args, *_ = reduced_anew(obj)
-    return make, args
-
-
-def _without_items(obj: Any) -> tuple[Any, ...]:
-    """Return the part of an object's recipe that makes no elements."""
-    make, args, *rest = reduced_anew(obj)
-    return make, args, *rest[:1]
 
 
 def _holds_only(args: Any, ids: set[int]) -> bool:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import itertools
 import pickle
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from synk._code.comparisons import (
-    MANY,
-    POINTERS,
-    Check,
-    addresses,
-    has_pointers,
-    lists_check,
-    may_read_memory,
-    memcmp,
-    place_of_pointers,
-)
+from synk._code.comparisons import Check, addresses
 from synk._code.facets import UNKNOWN, Change, Elements, Facet
 
 SMALLEST = 1000
@@ -32,9 +20,6 @@ SMALLEST = 1000
 _LEAVES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple, set))
 _SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_, np.void})
-_WORD = ctypes.sizeof(ctypes.c_uint64)
-_HEAD = 2 * _WORD
-"""Where a dict has its length and its version, a word that changes with it, as far as CPython has one: up to 3.13."""
 
 
 def walk(root: Any) -> tuple[list[Any], set[int]] | None:
@@ -132,87 +117,19 @@ def _check(containers: Sequence[Any]) -> tuple[Check, Any]:
 
     As long as an object lives, no other one has its address.
     """
-    dicts, lists, sets = ([each for each in containers if type(each) is kind] for kind in (dict, list, set))
-    kept = _held(dicts, lists, sets)
-    told = _addresses(*kept)
-    quick = _memory_checks(dicts, lists) if _has_versions and may_read_memory() else None
-    of_sets = _addresses(*_held(sets))
+    dicts = [each for each in containers if type(each) is dict]
+
+    def held() -> list[Any]:
+        # Keys, too: a dict whose keys are all texts names none.
+        return gc.get_referents(*containers) + list(itertools.chain.from_iterable(dicts))
+
+    lengths, kept = list(map(len, containers)), held()
+    told = addresses(kept, len(kept))
 
     def is_same() -> bool:
-        if quick is not None and may_read_memory():
-            return all(check() for check in quick) and _addresses(*_held(sets)) == of_sets
-        return _addresses(*_held(dicts, lists, sets)) == told
+        if list(map(len, containers)) != lengths:
+            return False
+        now = held()
+        return addresses(now, len(now)) == told
 
     return is_same, kept
-
-
-def _held(*kinds: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return containers, all that they refer to, and the keys of dicts: one whose keys are all texts names none."""
-    containers = list(itertools.chain.from_iterable(kinds))
-    keys = list(itertools.chain.from_iterable(each for each in containers if type(each) is dict))
-    return containers, gc.get_referents(*containers), keys
-
-
-def _addresses(containers: list[Any], held: list[Any], keys: list[Any]) -> tuple[bytes, ...]:
-    """Return how many elements containers have, and the addresses of what is in them."""
-    lengths = np.fromiter(map(len, containers), np.int64, len(containers))
-    return lengths.tobytes(), addresses(held, len(held)), addresses(keys, len(keys))
-
-
-def _memory_checks(dicts: Sequence[Any], lists: Sequence[Any]) -> list[Check]:
-    """Return checks of dicts and lists in memory: the cheapest way by far, where nobody changes them meanwhile."""
-    heads = np.concatenate([_places(dicts) + _HEAD, _places(lists) + POINTERS - _WORD])
-    long = [each for each in lists if len(each) > MANY]
-    lists = [each for each in lists if len(each) <= MANY]
-    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    starts = np.fromiter((place_of_pointers(each).value or 0 for each in lists), np.int64, len(lists))
-    ends = lengths.cumsum()
-    elements = starts.repeat(lengths) + _WORD * (np.arange(lengths.sum()) - (ends - lengths).repeat(lengths))
-    found = [_memory_check(heads, np.complex128)] if len(heads) else []
-    found += [lists_check(long)] if long else []
-    return found + ([_memory_check(elements, np.uint64)] if len(elements) else [])
-
-
-def _places(objects: Sequence[Any]) -> np.ndarray:
-    return np.fromiter(map(id, objects), np.int64, len(objects))
-
-
-def _memory_check(addresses: np.ndarray, kind: Any) -> Check:
-    """Return a check of words, or of pairs of words, in the memory of objects, which others must keep alive."""
-    addresses = np.sort(addresses)  # what lies side by side is read at once
-    first, nbytes = int(addresses[0]), np.dtype(kind).itemsize
-    size = int(addresses[-1]) - first + nbytes
-    memory = np.frombuffer((ctypes.c_char * size).from_address(first), kind, size // nbytes)
-    places, rest = divmod(addresses - first, nbytes)
-    if rest.any():  # not so with the allocator of CPython
-        return _memory_check(np.concatenate([addresses, addresses + _WORD]), np.uint64)
-    told, now = memory.take(places).tobytes(), np.empty(len(places), kind)
-    at = now.ctypes.data
-
-    def is_same() -> bool:
-        memory.take(places, out=now, mode="clip")  # without the copy that "raise" makes
-        return not memcmp(at, told, len(told))
-
-    return is_same
-
-
-def _test_versions() -> bool:
-    """Whether this interpreter's dicts have a word that changes with each change of the dict."""
-    if not has_pointers or sys.version_info >= (3, 14):
-        return False
-    acts: tuple[Callable[[Any], object], ...] = (
-        lambda d: d.__setitem__("a", object()), lambda d: d.__setitem__(1, object()), lambda d: d.update(b=object()),
-        lambda d: d.pop("a"), lambda d: d.setdefault("c", 1), lambda d: d.popitem(), lambda d: d.__ior__({"k": 1}),
-        lambda d: d.clear(),
-    )  # fmt: skip
-    tables: list[dict[Any, Any]] = [{"a": 1, "b": 2}, {1: 2, "a": 3, "b": 4}, dict.fromkeys("ab", 0)]
-    for table in tables:
-        for act in acts:
-            check = _memory_check(_places([table]) + _HEAD, np.complex128)
-            list(table.items()), table.get("a"), table.copy(), len(table)
-            if not check() or (act(table), check())[1]:
-                return False
-    return True
-
-
-_has_versions = _test_versions()

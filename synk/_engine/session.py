@@ -103,7 +103,6 @@ class Session(Engine):
         What plays a rank: a worker process, or an object in this process.
     """
 
-    nodes: Any = None
     has_shared_memory = True
     processes_type = Processes
 

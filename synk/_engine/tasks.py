@@ -82,11 +82,7 @@ class Tasks(Job):
             If they cannot be pickled.
         """
         task = self.add(calls, callback)
-        try:
-            self.send()
-        except BaseException:
-            self._todo = deque(chunk for chunk in self._todo if chunk.tag is not task)  # the caller gets no task
-            raise
+        self.send()
         return task
 
     def add(self, calls: Sequence[Callable[[], Any]], callback: Callable[[Task], Any] | None = None) -> Task:

@@ -49,7 +49,6 @@ class Output:
         self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces and when each came
         self._num_shown = 0  # how many bytes of it were already shown
         self._unwritten = ""
-        self._backlog = 0  # bytes in the pipe that are older than the current operation
         self._tail: deque[list[tuple[float, bytes]]] = deque(maxlen=_STDERR_LINES)  # the last lines, for errors
         os.set_blocking(fd, False)
 
@@ -67,9 +66,7 @@ class Output:
                 self._write([self._end_line()] if self._line else [])
                 return False
             max_nbytes -= len(data)
-            old, new = data[: self._backlog], data[self._backlog :]
-            self._backlog -= len(old)
-            self._write([*self._take(old, 0.0), *self._take(new, time.monotonic())])
+            self._write(list(self._take(data, time.monotonic())))
         return True
 
     def since(self, began: float) -> list[str]:

@@ -10,10 +10,9 @@ import contextvars
 import errno
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from synk._processes.placement import Placement
@@ -34,9 +33,6 @@ sys.path[:] = setup["import_path"]
 from synk.{module} import main
 main(sock, setup)
 """
-
-_PYTHON_NAME = re.compile(r"(python|pypy)\d*(\.\d+)*[a-z]*")
-
 
 ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar("failpoints", default=())
 """The faults that a test arms in the workers of new runtimes; see ``synk._rank.failpoints``."""
@@ -86,32 +82,20 @@ def search_path() -> list[str]:
 
 
 def interpreter() -> str:
-    """Return the path of the interpreter that runs this program."""
-    if sys.executable:
-        return sys.executable
-    for path in _candidates():
-        if os.access(path, os.X_OK):
+    """Return the path of the interpreter that runs this program.
+
+    ``sys.executable`` is empty in a program that embeds Python, or in an environment without PATH. Versions are
+    compared at the hello.
+    """
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    installed = [os.path.join(prefix, "bin", name) for prefix in (sys.exec_prefix, sys.base_exec_prefix)]
+    for path in (sys.executable, *installed):
+        if path and os.access(path, os.X_OK):
             return path
     raise StartupError(
         f"cannot start the workers: got {sys.executable!r} as sys.executable, and found no Python interpreter where "
         "this one was installed. Set sys.executable to the path of one."
     )
-
-
-def _candidates() -> Iterator[str]:
-    """Yield paths at which a matching interpreter may be if ``sys.executable`` is empty.
-
-    It is empty in a program that embeds Python, or in an environment without PATH. Versions are compared at the hello.
-    """
-    yield getattr(sys, "_base_executable", None) or ""
-    try:
-        program = os.readlink("/proc/self/exe")
-        if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: that has no -c
-            yield program
-    except OSError:
-        pass
-    for prefix in (sys.exec_prefix, sys.base_exec_prefix):
-        yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
 
 
 def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) -> dict[str, Any]:

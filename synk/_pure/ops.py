@@ -146,6 +146,8 @@ class Reduction(_Named):
     """Combines two ints of Python, which have any size."""
     verb = ""
     """Names the op in errors, if not by its name."""
+    refused, instead = "", ""
+    """Kinds of dtypes for which it has no meaning, and what to do with these."""
 
     @property
     def is_of_arrays(self) -> bool:
@@ -162,6 +164,8 @@ class Reduction(_Named):
                 f"cannot reduce {what} with op {self!r}: got dtype {describe_dtype(dtype)}, expected a bool, integer, "
                 "float or complex one. Use op 'gather' or None."
             )
+        if dtype.kind in self.refused:
+            raise TypeError(f"cannot {self.verb or self.name} {what}: got dtype {dtype}, {self.instead}")
 
     def combine(self, values: Sequence[np.ndarray], rows: Sequence[float]) -> np.ndarray:
         """Return a new array with the shape and dtype of the values."""
@@ -304,24 +308,13 @@ class _Avg(Reduction):
     name, ufunc, verb = "avg", "add", "average"
     needs_rows = False
     is_weighted = True
-
-    def check(self, dtype: np.dtype, what: str) -> None:
-        super().check(dtype, what)
-        if dtype.kind in "biu":
-            raise TypeError(
-                f"cannot average {what}: got dtype {dtype}, expected a float or complex one. "
-                "Use op 'sum', or cast the value to float in the function."
-            )
+    refused = "biu"
+    instead = "expected a float or complex one. Use op 'sum', or cast the value to float in the function."
 
 
 class _Arithmetic(Reduction):
-    def check(self, dtype: np.dtype, what: str) -> None:
-        super().check(dtype, what)
-        if dtype.kind == "b":
-            raise TypeError(
-                f"cannot {self} {what}: got dtype bool, expected a number. "
-                "Use op 'max' (any) or 'min' (all), or cast the value to int in the function."
-            )
+    refused = "b"
+    instead = "expected a number. Use op 'max' (any) or 'min' (all), or cast the value to int in the function."
 
 
 class _Sum(_Arithmetic):
@@ -335,22 +328,16 @@ class _Prod(_Arithmetic):
 
 class _Ordered(Reduction):
     needs_rows = False
-
-    def check(self, dtype: np.dtype, what: str) -> None:
-        super().check(dtype, what)
-        if dtype.kind == "c":
-            raise TypeError(
-                f"cannot take the {self} of {what}: got dtype {dtype}, and complex numbers have no order. "
-                "Reduce the real part, the imaginary part or the magnitude."
-            )
+    refused = "c"
+    instead = "and complex numbers have no order. Reduce the real part, the imaginary part or the magnitude."
 
 
 class _Min(_Ordered):
-    name, ufunc, of_ints = "min", "minimum", staticmethod(min)
+    name, ufunc, verb, of_ints = "min", "minimum", "take the min of", staticmethod(min)
 
 
 class _Max(_Ordered):
-    name, ufunc, of_ints = "max", "maximum", staticmethod(max)
+    name, ufunc, verb, of_ints = "max", "maximum", "take the max of", staticmethod(max)
 
 
 class _Gather(_Named):

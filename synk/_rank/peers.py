@@ -14,7 +14,8 @@ from synk._wire.memory import Segment
 from synk.backends import Backend
 from synk.communicators._collectives import Collectives
 from synk.communicators._host import HostCommunicator
-from synk.communicators._shm import Aborted, ShmCommunicator
+from synk.communicators._rendezvous import Aborted
+from synk.communicators._shm import ShmCommunicator
 from synk.communicators._short_path import ShortPath
 from synk.communicators._user_arrays import StagedArrays, UserArrays
 from synk.errors import CollectiveMismatch

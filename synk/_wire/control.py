@@ -44,7 +44,6 @@ class Phase(IntEnum):
     IDLE = 0
     FUNCTION = 1
     PUBLISHING = 2
-    REDUCING = 3
     LOADING = 4
 
 

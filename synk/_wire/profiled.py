@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import types
 from typing import TYPE_CHECKING, Any
 
 from synk._pure.environment import imported_late
@@ -22,18 +23,8 @@ class Profiled(Around):
         return marshal.dumps(profile.stats)
 
 
-class _Figures:
-    """A finished profile, in the form that :class:`pstats.Stats` accepts."""
-
-    def __init__(self, stats: dict[Any, Any]) -> None:
-        self.stats = stats
-
-    def create_stats(self) -> None:
-        """Do nothing: the statistics were made on the rank."""
-
-
 def stats_of(raw: bytes) -> pstats.Stats:
     """Return the statistics that a rank sent."""
-    figures: Any = _Figures(marshal.loads(raw))
+    figures = types.SimpleNamespace(stats=marshal.loads(raw), create_stats=lambda: None)
     stats: pstats.Stats = imported_late("pstats").Stats(figures)
     return stats

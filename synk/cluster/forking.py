@@ -65,17 +65,10 @@ def check_nodes(cluster: Any, nodes: Any) -> tuple[int, int | None]:
     return int(bounds[0]), int(bounds[1])
 
 
-def open_session(
-    num_workers: int | Sequence[int] | None,
-    cluster: Any,
-    nodes: Any,
-    *,
-    timeout: float | None,
-    seed: int,
-    max_restarts: int,
-    on_restart: tuple[Any, dict[str, Any]] | None,
-) -> Any:
+def open_session(num_workers: int | Sequence[int] | None, cluster: Any, nodes: Any, **how: Any) -> Any:
     """Start the nodes of a runtime. Without ``num_workers`` a node has one worker for each of its cores.
+
+    ``how``: what any session is given.
 
     Raises
     ------
@@ -92,7 +85,7 @@ def open_session(
             f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs: a "
             "copy of a frozen program can become a worker, but not an agent. Fork without cluster=."
         )
-    options: dict[str, Any] = {"max_restarts": max_restarts, "runtime_seed": seed}
+    options: dict[str, Any] = {"max_restarts": how["max_restarts"], "runtime_seed": how["seed"]}
     if cluster == "here":
         assert num_nodes is not None
         counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
@@ -106,11 +99,11 @@ def open_session(
         cpus = cpus[:num_nodes]
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
         options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
-    common = {"timeout": timeout, "seed": seed, "max_restarts": max_restarts, "on_restart": on_restart}
     assignment = DeviceAssignment(tuple(f"cpu:{rank}" for count in counts for rank in range(count)))
     kind = nodes_of.TunnelProcess if "ray" in options else nodes_of.AgentProcess
-    how: dict[str, Any] = {"topology": Topology(counts), "process_type": kind, "options": options}
-    return NodeSession(nodes_of.NodePlacement("numpy", assignment, **how), **common)
+    topology = Topology(counts)
+    placement = nodes_of.NodePlacement("numpy", assignment, topology=topology, process_type=kind, options=options)
+    return NodeSession(placement, **how)
 
 
 def machines_of(address: str) -> list[int]:

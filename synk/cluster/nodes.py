@@ -227,8 +227,6 @@ class Node:
         The ranks that were started and have not ended.
     memory : dict of int to Segment
         By number, the twins here of what ranks have made.
-    fronts : dict of int to ndarray
-        By variable, the words that the node has.
     same : dict of int to set of (int, int)
         By variable, the places that are on the node as they are here: no others need to be sent.
     """
@@ -247,7 +245,6 @@ class Node:
     def _begin_anew(self) -> None:
         self.memory: dict[int, Segment] = {}
         self.bodies: dict[bytes, bytes] = {}
-        self.fronts: dict[int, np.ndarray] = {}
         self.same: dict[int, set[tuple[int, int]]] = {}
         self._shared: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
         self._of_number: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()

@@ -174,10 +174,7 @@ class NodeSession(Session):
             place = variable.places[key]
             nbytes = leaf_offsets(variable.dtypes, variable.value_shapes[rank])[1]
             node.write(place.segment, place.at, place.segment.buffer[place.at : place.at + nbytes])
-        before = node.fronts.get(variable.number)
-        if before is None or not np.array_equal(before, variable.fronts):
-            node.fronts[variable.number] = np.array(variable.fronts)
-            node.write(variable.memory, 0, variable.memory.buffer[: variable.fronts.strides[0] * self.world_size])
+        node.write(variable.memory, 0, variable.memory.buffer[: variable.fronts.strides[0] * self.world_size])
 
     def note_written(self, number: int, key: tuple[int, int]) -> None:
         for node in self.processes.nodes:

@@ -56,46 +56,59 @@ class Collectives:
 
     # Here and below, everything that can be refused is refused before the first step.
 
-    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any, is_started: bool = False) -> Steps:
-        send = self.arrays.apart(self.arrays.take(array), out, is_in_place=True)
+    def steps(
+        self,
+        kind: str,
+        array: Any,
+        out: Any,
+        *,
+        op: str = "",
+        weight: float | None = None,
+        root: int = -1,
+        sizes: Sequence[int] | None = None,
+        axis: int = 0,
+        is_started: bool = False,
+    ) -> Steps:
+        """Return the steps of a collective. They return its result, in ``out`` if the function gave one."""
+        if kind == "barrier":
+            return self.host.barrier_steps()
+        if kind in ("all_reduce", "reduce", "reduce_scatter"):
+            return self.reduce(kind, array, op, weight, root, out, is_started)
+        if kind in ("broadcast", "all_gather"):
+            return self.copy(kind, array, root, out)
+        if kind in ("gather", "scatter", "all_to_all"):
+            return self.exchange(kind, array, root, sizes, out)
+        return self.join(kind, array, axis, out)
+
+    def reduce(
+        self, kind: str, array: Any, op: str, weight: float | None, root: int, out: Any, is_started: bool
+    ) -> Steps:
+        send, is_divided = self.arrays.take(array), kind == "reduce_scatter"
+        at = [self.host.member(kind, "root", root)] if kind == "reduce" else []
+        send = self.arrays.apart(send, out, is_in_place=not is_divided)
         self._check(op, send, weight)
-        place = self._place(out, send.shape, send.dtype)
-        result = yield from self._reduced("all_reduce", send, send.shape, op, weight, place)
-        return self._given(result, place, out)
+        shape = send.shape
+        if is_divided:
+            if not shape or len(send) % self._size:
+                raise ValueError(
+                    f"cannot reduce_scatter: got shape {shape}, expected a multiple of {self._size} rows (the ranks of "
+                    "the call)."
+                )
+            shape = (len(send) // self._size, *shape[1:])
+        is_receiver = not at or self.host.rank == at[0]
+        place = self._place(out, shape, send.dtype) if is_receiver else None
+        result = yield from self._reduced(kind, send, shape, op, weight, place, *at)
+        return self._given(result, place, out) if is_receiver else None
 
-    def reduce(self, array: Any, op: str, root: int, weight: float | None, out: Any) -> Steps:
-        send, root = self.arrays.take(array), self.host.member("reduce", "root", root)
-        send = self.arrays.apart(send, out, is_in_place=True)
-        self._check(op, send, weight)
-        is_root = self.host.rank == root
-        place = self._place(out, send.shape, send.dtype) if is_root else None
-        result = yield from self._reduced("reduce", send, send.shape, op, weight, place, root)
-        return self._given(result, place, out) if is_root else None
-
-    def broadcast(self, array: Any, root: int, out: Any) -> Steps:
-        send, root = self.arrays.take(array), self.host.member("broadcast", "root", root)
-        place = self._place(out, send.shape, send.dtype)
-        result = yield from self._copied("broadcast", send, send.shape, place, root)
-        return self._given(result, place, out)
-
-    def all_gather(self, array: Any, out: Any) -> Steps:
-        send = self.arrays.apart(self.arrays.take(array), out)
-        shape = (self._size, *send.shape)
+    def copy(self, kind: str, array: Any, root: int, out: Any) -> Steps:
+        send = self.arrays.take(array)
+        if kind == "broadcast":
+            root, shape = self.host.member(kind, "root", root), send.shape
+        else:
+            send = self.arrays.apart(send, out)
+            shape = (self._size, *send.shape)
         place = self._place(out, shape, send.dtype)
-        result = yield from self._copied("all_gather", send, shape, place)
-        return self._given(result, place, out)
-
-    def reduce_scatter(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
-        send = self.arrays.apart(self.arrays.take(array), out)
-        self._check(op, send, weight)
-        if send.ndim == 0 or len(send) % self._size:
-            raise ValueError(
-                f"cannot reduce_scatter: got shape {send.shape}, expected a multiple of {self._size} rows (the ranks "
-                "of the call)."
-            )
-        shape = (len(send) // self._size, *send.shape[1:])
-        place = self._place(out, shape, send.dtype)
-        result = yield from self._reduced("reduce_scatter", send, shape, op, weight, place)
+        result = yield from self._copied(kind, send, shape, place, root)
         return self._given(result, place, out)
 
     def _reduced(
@@ -103,11 +116,10 @@ class Collectives:
     ) -> Steps:
         """Take the steps of a reduction. Return an array with the result: ``place`` if it could go there."""
         result = self.arrays.empty(shape, send.dtype) if place is None else place
-        take = getattr(self.host, f"{kind}_steps")
-        yield from take(_flat(send), _flat(result), op, weight, *root)
+        yield from self.host.reduce_steps(kind, _flat(send), _flat(result), op, weight, *root)
         return result
 
-    def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int = -1) -> Steps:
+    def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int) -> Steps:
         """Take the steps of an ``all_gather``, or of a ``broadcast`` from ``root``. Return an array with the result."""
         result = self.arrays.empty(shape, send.dtype) if place is None else place
         if kind == "all_gather":
@@ -135,26 +147,31 @@ class Collectives:
 
     # -- rows: blocks whose lengths need not be equal. They go through host memory, even between devices -------------
 
-    def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
-        rows = self._rows("gather", array)
-        root = self.host.member("gather", "root", root)
-        position = self.host.ranks.index(self.host.rank)
-        if sizes is not None and self._checked_sizes("gather", sizes)[position] != len(rows):
-            raise ValueError(
-                f"cannot gather: got {len(rows)} rows and sizes={list(sizes)} on rank {self.host.rank}, expected the "
-                "number of its rows there."
-            )
-        joined = yield from self._exchange("gather", rows, None, root, out)
+    def exchange(self, kind: str, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
+        host, rows, blocks = self.host, None, None
+        if kind != "all_to_all":
+            root = host.member(kind, "root", root)
+        if kind != "scatter" or host.rank == root:
+            rows = self._rows(kind, array)
+            if kind != "gather":
+                blocks = self._block_sizes(kind, rows, sizes)
+            elif sizes is not None and self._checked_sizes(kind, sizes)[host.ranks.index(host.rank)] != len(rows):
+                raise ValueError(
+                    f"cannot gather: got {len(rows)} rows and sizes={list(sizes)} on rank {host.rank}, expected the "
+                    "number of its rows there."
+                )
+        joined = yield from self._exchange(kind, rows, blocks, root, out)
         return None if joined is None else self.arrays.received(joined, out)
 
-    def all_gather_rows(self, array: Any, axis: int, out: Any) -> Steps:
+    def join(self, kind: str, array: Any, axis: int, out: Any) -> Steps:
+        """Join the arrays of all ranks along an axis."""
         rows = self._rows("all_gather", array)
         if not -rows.ndim <= operator.index(axis) < rows.ndim:
             raise ValueError(
                 f"cannot all_gather along axis={axis}: got an array of shape {rows.shape}, expected "
                 f"{-rows.ndim} <= axis < {rows.ndim}."
             )
-        kind, moved = "all_gather along an axis", np.moveaxis(rows, axis, 0)
+        moved = np.moveaxis(rows, axis, 0)
         if axis in (0, -moved.ndim):
             joined = yield from self._exchange(kind, moved, None, -1, out)
             return self.arrays.received(joined, out)
@@ -165,19 +182,6 @@ class Collectives:
         place = self.arrays.host_place(out, joined.shape, joined.dtype)
         place[...] = joined
         return self.arrays.received(place, out)
-
-    def scatter(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
-        root = self.host.member("scatter", "root", root)
-        rows, blocks = None, None
-        if self.host.rank == root:
-            rows = self._rows("scatter", array)
-            blocks = self._block_sizes("scatter", rows, sizes)
-        return self.arrays.received((yield from self._exchange("scatter", rows, blocks, root, out)), out)
-
-    def all_to_all(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Steps:
-        rows = self._rows("all_to_all", array)
-        blocks = self._block_sizes("all_to_all", rows, sizes)
-        return self.arrays.received((yield from self._exchange("all_to_all", rows, blocks, -1, out)), out)
 
     def _exchange(self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, out: Any) -> Steps:
         def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

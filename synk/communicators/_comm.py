@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import REDUCE_OPS
 from synk._pure.words import Hinting
 from synk._wire.cell import cell
 from synk.communicators._collectives import Collectives
 from synk.communicators._meetings import LONGER
 from synk.communicators._requests import Request
-from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import NOTHING
 from synk.errors import ReentrancyError
 
@@ -42,17 +40,20 @@ def _collectives() -> Collectives:
     return collectives
 
 
-def _at_once(
-    async_op: bool, kind: str, array: Any, out: Any, op: Any = "", weight: float | None = None, root: Any = -1
-) -> Any:
-    """Take a collective without steps, or return ``LONGER``."""
-    at_once = _collectives().at_once
-    return LONGER if async_op or at_once is None else at_once(kind, array, out, op, weight, root)
-
-
-def _taken(steps: Steps, async_op: bool) -> Any:
-    """Take the steps of a collective, and return its result; or start it, and return a request."""
+def _run(
+    kind: str, array: Any, out: Any, async_op: bool, *, op: Any = "", weight: float | None = None, root: Any = -1,
+    sizes: Sequence[int] | None = None, axis: int = 0,
+) -> Any:  # fmt: skip
+    """Take a collective, without steps where that can be, and return its result; or start it, and return a request."""
     collectives = _collectives()
+    if not (async_op or axis or sizes is not None or collectives.at_once is None):
+        result = collectives.at_once(kind, array, out, op, weight, root)
+        if result is not LONGER:
+            return result
+    _check_constant(array, kind.split()[0])
+    steps = collectives.steps(
+        kind, array, out, op=op, weight=weight, root=root, sizes=sizes, axis=axis, is_started=async_op
+    )
     host = collectives.host
     if not async_op:
         return host.run(steps)
@@ -208,19 +209,7 @@ class Comm(Hinting):
         self, kind: str, array: Any, op: str, root: int, weight: float | None, out: Any, async_op: bool
     ) -> Any:
         share = self._share() if weight is None and op == "avg" else weight
-        if (result := _at_once(async_op, kind, array, out, op, share, root)) is not LONGER:
-            return result
-        if op not in REDUCE_OPS:
-            raise ValueError(f"cannot reduce: got op {op!r}, expected one of {', '.join(map(repr, REDUCE_OPS))}.")
-        _check_constant(array, kind)
-        collectives = _collectives()
-        if kind == "reduce":
-            steps = collectives.reduce(array, op, root, share, out)
-        elif kind == "all_reduce":
-            steps = collectives.all_reduce(array, op, share, out, async_op)
-        else:
-            steps = collectives.reduce_scatter(array, op, share, out)
-        return _taken(steps, async_op)
+        return _run(kind, array, out, async_op, op=op, weight=share, root=root)
 
     def _share(self) -> float | None:
         collectives = _collectives()
@@ -233,10 +222,7 @@ class Comm(Hinting):
 
         With ``out=array`` the others' arrays are filled, and nothing is copied on ``root``.
         """
-        if (result := _at_once(async_op, "broadcast", array, out, "", None, root)) is not LONGER:
-            return result
-        _check_constant(array, "broadcast")
-        return _taken(_collectives().broadcast(array, root, out), async_op)
+        return _run("broadcast", array, out, async_op, root=root)
 
     def all_gather(self, array: Any, axis: int | None = None, *, out: Any = None, async_op: bool = False) -> Any:
         """Return the arrays of all ranks, on every rank.
@@ -257,14 +243,9 @@ class Comm(Hinting):
         array or Request
             The arrays stacked, with shape ``(len(ranks), *shape)``, or joined along ``axis``.
         """
-        kind = "all_gather" if axis is None else "all_gather along an axis"
-        if not axis and (result := _at_once(async_op, kind, array, out)) is not LONGER:
-            return result
-        _check_constant(array, "all_gather")
-        collectives = _collectives()
         if axis is None:
-            return _taken(collectives.all_gather(array, out), async_op)
-        return _taken(collectives.all_gather_rows(array, axis, out), async_op)
+            return _run("all_gather", array, out, async_op)
+        return _run("all_gather along an axis", array, out, async_op, axis=axis)
 
     def reduce_scatter(
         self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None, async_op: bool = False
@@ -365,10 +346,7 @@ class Comm(Hinting):
         out : array, optional
             Where the result goes on rank ``root``: contiguous, of the result's shape and dtype. Not touched elsewhere.
         """
-        if sizes is None and (result := _at_once(async_op, "gather", array, out, "", None, root)) is not LONGER:
-            return result
-        _check_constant(array, "gather")
-        return _taken(_collectives().gather(array, root, sizes, out), async_op)
+        return _run("gather", array, out, async_op, root=root, sizes=sizes)
 
     def scatter(
         self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
@@ -385,10 +363,7 @@ class Comm(Hinting):
         out : array, optional
             Where this rank's block goes: contiguous, of the block's shape and dtype.
         """
-        if sizes is None and (result := _at_once(async_op, "scatter", array, out, "", None, root)) is not LONGER:
-            return result
-        _check_constant(array, "scatter")
-        return _taken(_collectives().scatter(array, root, sizes, out), async_op)
+        return _run("scatter", array, out, async_op, root=root, sizes=sizes)
 
     def all_to_all(
         self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
@@ -404,15 +379,12 @@ class Comm(Hinting):
         out : array, optional
             Where the result goes: contiguous, of the result's shape and dtype.
         """
-        if sizes is None and (result := _at_once(async_op, "all_to_all", array, out)) is not LONGER:
-            return result
-        _check_constant(array, "all_to_all")
-        return _taken(_collectives().all_to_all(array, sizes, out), async_op)
+        return _run("all_to_all", array, out, async_op, sizes=sizes)
 
     def barrier(self, *, async_op: bool = False) -> Request | None:
         """Return when all ranks of the call have called it."""
-        request: Request | None = _at_once(async_op, "barrier", NOTHING, None)
-        return _taken(_collectives().host.barrier_steps(), async_op) if request is LONGER else request
+        request: Request | None = _run("barrier", NOTHING, None, async_op)
+        return request
 
     def wait_all(self, requests: Iterable[Request]) -> list[Any]:
         """Wait for all requests, and return their results in the same order."""

@@ -76,12 +76,6 @@ class HostCommunicator(abc.ABC):
         check_place(kind, role, place, len(self.ranks))
         return self.ranks[place]
 
-    def check_member(self, kind: str, role: str, rank: int) -> None:
-        """Raise ValueError unless ``rank`` takes part in the call."""
-        self._check_active(kind)
-        if rank not in self.ranks:
-            raise ValueError(f"cannot {kind}: got {role}={rank}, expected a rank of this call: one of {self.ranks}.")
-
     def complete(self) -> None:
         """Finish what this rank has started in the call, and leave the call. The function has returned.
 
@@ -159,7 +153,7 @@ class HostCommunicator(abc.ABC):
         """Take the steps for which the other ranks are ready. Return whether a collective is done."""
         if not operation.is_done:
             with self._rendezvous.operation:
-                self._advance(operation)
+                self._progress()
         return operation.is_done
 
     def run(self, steps: Steps) -> Any:
@@ -172,6 +166,10 @@ class HostCommunicator(abc.ABC):
             self._mailbox.progress()
         return operation.is_done
 
+    def _progress(self) -> None:
+        """Take in what has come, and take the steps for which the other ranks are ready."""
+        self._mailbox.progress()
+
     # -- the steps of collectives ----------------------------------------------------------------------------------
 
     # Arrays are flat, and ops and counts have been checked.
@@ -181,16 +179,12 @@ class HostCommunicator(abc.ABC):
         """Wait until every rank of the call has called it."""
 
     @abc.abstractmethod
-    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Reduce ``source`` of all ranks into ``target`` of every rank."""
-
-    @abc.abstractmethod
-    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
-        """Reduce ``source`` of all ranks into ``target`` of rank ``root``; elsewhere ``target`` is not touched."""
-
-    @abc.abstractmethod
-    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Reduce ``source`` (one block for each of ``ranks``) and leave this rank's block in ``target``."""
+    def reduce_steps(
+        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int = -1
+    ) -> Steps:
+        """Reduce ``source`` of all ranks into ``target``: of every rank, or of rank ``root`` alone (``reduce``); or
+        this rank's block of the result, of one block for each of ``ranks`` (``reduce_scatter``).
+        """
 
     @abc.abstractmethod
     def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
@@ -212,21 +206,20 @@ class HostCommunicator(abc.ABC):
         """Return the mailbox for messages to and from a rank."""
         return self._mailbox
 
-    def _checked_box(self, kind: str, peer: int, array: np.ndarray | None) -> Mailbox | WireMailbox:
-        self.check_member(kind, "peer", peer)
+    def _checked_box(self, peer: int, array: np.ndarray | None) -> Mailbox | WireMailbox:
         if array is not None:
             named_dtype(dtype_name(array.dtype))  # raises if the other side could not read it
         return self._box(peer)
 
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array to rank ``peer``, which may be this one. It may be changed once this returns."""
-        box = self._checked_box("send", peer, array)
+        box = self._checked_box(peer, array)
         with self._rendezvous.operation:
             box.send(array, peer, tag)
 
     def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
-        box = self._checked_box("send", peer, array)
+        box = self._checked_box(peer, array)
         with self._rendezvous.operation:
             box.isend(array, peer, tag)
 
@@ -235,7 +228,7 @@ class HostCommunicator(abc.ABC):
 
         It comes into ``like``, a C-contiguous array, or into a new one for None.
         """
-        box = self._checked_box("recv", peer, like)
+        box = self._checked_box(peer, like)
         with self._rendezvous.operation:
             return box.irecv(like, peer, tag)
 
@@ -258,5 +251,6 @@ class HostCommunicator(abc.ABC):
         if not message.is_done:
             assert message.request is not None
             with self._rendezvous.operation:
+                self._progress()
                 self._box(message.request.peer).is_there(message)
         return message.is_done

@@ -48,25 +48,16 @@ class ControlLayout(NamedTuple):
         """Return the offsets of the requests of all ranks at one of the three places."""
         return [self.requests + (3 * rank + place) * LINE_NBYTES for rank in range(self.world_size)]
 
-    @property
-    def written(self) -> int:
-        """Offset of the counts of bytes written to each ring, ``(sender, receiver)``."""
-        return self.requests + self.world_size * 3 * LINE_NBYTES
-
-    @property
-    def read(self) -> int:
-        """Offset of the counts of bytes read from each ring, ``(receiver, sender)``."""
-        return self.written + self.world_size * self.column_nbytes
-
-    @property
-    def unsent(self) -> int:
-        """Offset of the words that say whether a sender has more for a ring, ``(sender, receiver)``."""
-        return self.read + self.world_size * self.column_nbytes
+    def matrix(self, index: int) -> int:
+        """Return the offset of words for each pair of ranks: 0: the bytes written to each ring, by (sender, receiver);
+        1: the bytes read from each, by (receiver, sender); 2: whether a sender has more for it, by (sender, receiver).
+        """
+        return self.requests + self.world_size * (3 * LINE_NBYTES + index * self.column_nbytes)
 
     @property
     def nbytes(self) -> int:
         """The size of all control words, in whole pages."""
-        return round_up(self.unsent + self.world_size * self.column_nbytes, PAGE_NBYTES)
+        return round_up(self.matrix(3), PAGE_NBYTES)
 
 
 class SegmentLayout(NamedTuple):
@@ -108,16 +99,5 @@ def required_nbytes(world_size: int, rank_nbytes: int = RANK_NBYTES) -> int:
     rank_nbytes : int
         How much memory each rank has. A quarter of it goes to its rings. With more, large collectives meet less
         often.
-
-    Raises
-    ------
-    ValueError
-        If that is too little for two halves, each with the head of an exchange and a cache line for each rank, and for
-        as many rings.
     """
-    smallest = 8 * (world_size + 4) * LINE_NBYTES
-    if rank_nbytes < smallest:
-        raise ValueError(
-            f"cannot divide the {rank_nbytes} bytes of a rank among {world_size} ranks: expected at least {smallest}."
-        )
     return ControlLayout(world_size).nbytes + PAGE_NBYTES + world_size * rank_nbytes

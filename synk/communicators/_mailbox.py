@@ -18,7 +18,6 @@ In one file because a rank that waits to send receives in the meantime, and the 
 from __future__ import annotations
 
 import functools
-import os
 from collections import deque
 
 import numpy as np
@@ -35,7 +34,7 @@ from synk.communicators._messages import (
     unreceived_text,
     unsent_text,
 )
-from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
+from synk.communicators._rendezvous import CommRequest, Rendezvous
 from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Schedule
 from synk.errors import CollectiveMismatch
@@ -208,11 +207,6 @@ class Mailbox:
 
     def _finish_sending(self, message: Outgoing) -> None:
         """Wait until all of a message is in the ring, or was read where it lies."""
-        peer, num_looks = message.request.peer, 0
-        while not message.is_done and num_looks < SPIN_YIELDS:  # a receiver that is awake makes room all the time
-            num_looks = 0 if self._write(peer) else num_looks + 1
-            if num_looks:
-                os.sched_yield()
         if not message.is_done:
             self._rendezvous.post(message.request)
             self._rendezvous.wait(lambda: self._is_written(message), is_message=True)
@@ -242,17 +236,16 @@ class Mailbox:
             for peer in list(self._unsent):
                 self._write(peer)
 
-    def _write(self, peer: int) -> bool:
-        """Write as much of the queue for ``peer`` as the ring has room for. Return whether anything could be done."""
+    def _write(self, peer: int) -> None:
+        """Write as much of the queue for ``peer`` as the ring has room for."""
         rank, rendezvous, queue = self._rank, self._rendezvous, self._unsent[peer]
-        ring, written, has_written = self.to_peers[peer], rendezvous.written[rank], False
+        ring, written = self.to_peers[peer], rendezvous.written[rank]
         while queue:
             message, room = queue[0], self._room(peer)
             is_unread = message.is_lent and message.num_written > 0
             if not room or (is_unread and room < self.capacity):  # nothing follows its line before that is read
                 rendezvous.unsent[rank][peer] = 1
-                return has_written
-            has_written = True
+                return
             rendezvous.rouse()
             if is_unread:
                 message.is_lent = False
@@ -268,7 +261,6 @@ class Mailbox:
                 self._note_written(queue.popleft(), written[peer])
         del self._unsent[peer]
         rendezvous.unsent[rank][peer] = 0
-        return has_written
 
     def _note_written(self, message: Outgoing, end: int) -> None:
         """Keep a message until the peer has read it: what is offered, and where it lies in the stream."""
@@ -302,15 +294,6 @@ class Mailbox:
             If the sender has left without sending, or no rank can go on.
         """
         assert message.request is not None
-        sender, num_looks = message.request.peer, 0
-        if self._rendezvous.has_begun(sender):
-            written, read = self._rendezvous.written[sender], self._rendezvous.read[self._rank]
-            while not message.is_done and num_looks < SPIN_YIELDS:  # a sender that is awake goes on writing
-                num_looks = 0 if written[self._rank] != read[sender] else num_looks + 1
-                if num_looks:
-                    os.sched_yield()
-                else:
-                    self._take_in(sender)
         if not message.is_done:
             self._rendezvous.post(message.request)
             self._rendezvous.wait(lambda: self.is_there(message), is_message=True)

@@ -242,9 +242,9 @@ class Rendezvous:
         step = layout.column_nbytes
         # The sender alone writes written[sender][receiver] and unsent[sender][receiver], the receiver alone
         # read[receiver][sender].
-        self.written = [column(layout.written + each * step) for each in range(world_size)]
-        self.read = [column(layout.read + each * step) for each in range(world_size)]
-        self.unsent = [column(layout.unsent + each * step) for each in range(world_size)]
+        self.written, self.read, self.unsent = (
+            [column(layout.matrix(index) + each * step) for each in range(world_size)] for index in range(3)
+        )
         # Three views of the line at requests[place][rank]: all of it, the words that must be equal, and the weight.
         lines = [[memory[start : start + LINE_NBYTES] for start in layout.request_offsets(place)] for place in range(3)]
         self._requests = lines

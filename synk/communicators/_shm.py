@@ -23,13 +23,11 @@ from synk.communicators._exchange import DIVIDED, ROWS, TO_ROOT, Exchange
 from synk.communicators._layout import SegmentLayout
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._meetings import LONGER
-from synk.communicators._rendezvous import Aborted, Rendezvous
+from synk.communicators._rendezvous import Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Schedule, Steps
 from synk.communicators._shm_collectives import ShmCollectives
 from synk.communicators._short_path import ShortPath
-
-__all__ = ["Aborted", "ShmCommunicator"]
 
 _TO_ROOT = frozenset(("reduce", *TO_ROOT))
 

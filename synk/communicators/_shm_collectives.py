@@ -151,45 +151,19 @@ class ShmCollectives(HostCommunicator):
     def barrier_steps(self) -> Steps:
         return self._meet_once("barrier", NOTHING, None)
 
-    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def reduce_steps(
+        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int = -1
+    ) -> Steps:
         if self.is_small(source.nbytes):
-            return self._meet_once("all_reduce", source, target, op, weight)
-        return self._reduce("all_reduce", source, target, op, weight)
-
-    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
-        if self.is_small(source.nbytes):
-            return self._meet_once("reduce", source, target if self.rank == root else None, op, weight, root)
-        return self._reduce("reduce", source, target, op, weight, root)
-
-    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        if self.is_small(source.nbytes):
-            return self._meet_once("reduce_scatter", source, target, op, weight)
-        return self._reduce_scatter(source, target, op, weight)
-
-    def _reduce_scatter(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        size, count = len(self.ranks), target.size
-        yield from self.start_steps("reduce_scatter", dtype_name(source.dtype), count, op, weight=weight)
-        if np.may_share_memory(source, target):  # other ranks' rows are read after the first of the target are written
-            source = source.copy()
-        for start, stop in _pieces(count, self._chunk_nbytes() // source.itemsize):
-            half = self.next_half()
-            shares = [slice(block * count + start, block * count + stop) for block in range(size)]
-            self._publish_shares(source, shares, half)
-            yield from self.meet_steps()
-            self._fold_share(source, shares, half, op, target[start:stop])
+            return self._meet_once(kind, source, target if root in (-1, self.rank) else None, op, weight, root)
+        return self._reduce(kind, source, target, op, weight, root)
 
     def is_small(self, nbytes: int) -> bool:
         """Whether every rank shows all of an array of this size at one meeting, to reduce it."""
         return nbytes <= min(SMALL_NBYTES // len(self.ranks), self.half_nbytes)
 
     def _meet_once(
-        self,
-        kind: str,
-        source: np.ndarray,
-        target: np.ndarray | None,
-        op: str = "",
-        weight: float | None = None,
-        peer: int = -1,
+        self, kind: str, source: np.ndarray, target: Any, op: str = "", weight: float | None = None, peer: int = -1
     ) -> Steps:
         """Take the steps of a collective in which each rank shows at one meeting all that it has.
 
@@ -229,10 +203,27 @@ class ShmCollectives(HostCommunicator):
         return np.ndarray(shape, dtype, self._halves[rank, half], offset, strides)
 
     def _reduce(
-        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int = -1
+        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int
     ) -> Steps:
-        yield from self.start_steps(kind, dtype_name(source.dtype), source.size, op, root, weight=weight)
-        yield from self._reduce_shares(source, target, op, is_receiver=root in (-1, self.rank))
+        is_divided = kind == "reduce_scatter"
+        count = target.size if is_divided else source.size
+        yield from self.start_steps(kind, dtype_name(source.dtype), count, op, root, weight=weight)
+        if is_divided:
+            yield from self._reduce_blocks(source, target, op)
+        else:
+            yield from self._reduce_shares(source, target, op, is_receiver=root in (-1, self.rank))
+
+    def _reduce_blocks(self, source: np.ndarray, target: np.ndarray, op: str) -> Steps:
+        """Reduce in pieces. Every rank reduces its own block."""
+        size, count = len(self.ranks), target.size
+        if np.may_share_memory(source, target):  # other ranks' rows are read after the first of the target are written
+            source = source.copy()
+        for start, stop in _pieces(count, self._chunk_nbytes() // source.itemsize):
+            half = self.next_half()
+            shares = [slice(block * count + start, block * count + stop) for block in range(size)]
+            self._publish_shares(source, shares, half)
+            yield from self.meet_steps()
+            self._fold_share(source, shares, half, op, target[start:stop])
 
     def _reduce_shares(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
         """Reduce in pieces. Every rank reduces its share of a piece; receivers collect the shares at the next meeting.
@@ -274,7 +265,6 @@ class ShmCollectives(HostCommunicator):
         REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
     def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
-        self.check_member("broadcast", "root", root)
         if array.nbytes <= self.copied_nbytes():
             return self._meet_once("broadcast", array, None if self.rank == root else array, peer=root)
         return self._broadcast(array, root)
@@ -371,13 +361,7 @@ class ShmCollectives(HostCommunicator):
     # -- one operation -------------------------------------------------------------------------------------------
 
     def start_steps(
-        self,
-        kind: str,
-        dtype: str = "",
-        count: int = 0,
-        op: str = "",
-        peer: int = -1,
-        weight: float | None = None,
+        self, kind: str, dtype: str, count: int, op: str = "", peer: int = -1, weight: float | None = None
     ) -> Steps:
         """Check the call and the dtype, yield, then show the others what this rank is about to do."""
         self._check_active(kind)

@@ -31,7 +31,7 @@ from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._rendezvous import CommRequest, agreed_weights, packed
 from synk.communicators._results import Place
-from synk.communicators._schedule import Operation, Steps
+from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._shm_collectives import NOTHING, StreamReading, flat_bytes
 from synk.communicators._wire_mail import WireMailbox
@@ -99,20 +99,9 @@ class TwoLevel(HostCommunicator):
     def _box(self, peer: int) -> Mailbox | WireMailbox:
         return self._mailbox if peer in self._group else self._mail
 
-    # What waits takes in what comes by wire; see WiredRendezvous. These two do not wait.
-
-    def test(self, operation: Operation) -> bool:
-        if not operation.is_done:
-            with self._rendezvous.operation:
-                self._mail.progress()
-        return super().test(operation)
-
-    def test_message(self, message: Incoming) -> bool:
-        if not message.is_done:
-            with self._rendezvous.operation:
-                self._mail.progress()
-                self._mailbox.progress()
-        return super().test_message(message)
+    def _progress(self) -> None:
+        self._mail.progress()
+        self._mailbox.progress()
 
     # -- what the ranks ask for ----------------------------------------------------------------------------------------
 
@@ -198,48 +187,32 @@ class TwoLevel(HostCommunicator):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        return self._reduce("all_reduce", source, target, op, weight, self._all)
-
-    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
-        return self._reduce("reduce", source, target, op, weight, (root,), root)
-
-    def _reduce(
-        self,
-        kind: str,
-        source: np.ndarray,
-        target: np.ndarray,
-        op: str,
-        weight: float | None,
-        receivers: tuple[int, ...],
-        root: int = -1,
+    def reduce_steps(
+        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int = -1
     ) -> Steps:
-        """Reduce ``source`` of all ranks into ``target`` of the receivers."""
-        is_small, is_receiver = self._is_small(source.nbytes), self.rank in receivers
+        is_divided, is_small = kind == "reduce_scatter", self._is_small(source.nbytes)
+        count = target.size if is_divided else source.size
         carried = source if is_small else NOTHING
-        found = yield from self._agree(kind, dtype_name(source.dtype), source.size, op, root, weight, carried)
+        found = yield from self._agree(kind, dtype_name(source.dtype), count, op, root, weight, carried)
+        bounds = chunk_bounds(source.size, source.itemsize, len(self._all))
+        if is_divided:
+            bounds = [(k * count, (k + 1) * count) for k in range(len(self._all))]
+        shares = {rank: slice(*each) for rank, each in zip(self._all, bounds)}
+        receivers = self._all if root < 0 else (root,)
+        is_receiver = self.rank in receivers
         if is_small:
             if is_receiver:
-                self._fold([each.view(source.dtype) for each in found], op, target)
+                own = shares[self.rank] if is_divided else slice(None)
+                self._fold([each.view(source.dtype)[own] for each in found], op, target)
             return
-        bounds = chunk_bounds(source.size, source.itemsize, len(self._all))
-        shares = {rank: slice(*each) for rank, each in zip(self._all, bounds)}
         share: np.ndarray = yield from self._share(source, shares, op)
+        if is_divided:
+            target[:] = share
+            return
         if is_receiver:
             target[shares[self.rank]] = share
         places = {rank: target[each] for rank, each in shares.items()} if is_receiver else {}
         yield from self._move(dict.fromkeys(receivers, share), places, _longest(shares, source))
-
-    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        count, is_small = target.size, self._is_small(source.nbytes)
-        carried = source if is_small else NOTHING
-        dtype = dtype_name(source.dtype)
-        found = yield from self._agree("reduce_scatter", dtype, count, op, weight=weight, carried=carried)
-        shares = {rank: slice(k * count, (k + 1) * count) for k, rank in enumerate(self._all)}
-        if is_small:
-            self._fold([each.view(source.dtype)[shares[self.rank]] for each in found], op, target)
-        else:
-            target[:] = yield from self._share(source, shares, op)
 
     def _share(self, source: np.ndarray, shares: dict[int, slice], op: str) -> Steps:
         """Fold this rank's share of the arrays of all ranks, in rank order. Return it."""
@@ -278,7 +251,6 @@ class TwoLevel(HostCommunicator):
 
     def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
         whole = flat_bytes(array)
-        self.check_member("broadcast", "root", root)
         is_small, is_root = self._is_small(whole.size), self.rank == root
         carried = whole if is_small and is_root else NOTHING
         found = yield from self._agree("broadcast", dtype_name(array.dtype), array.size, peer=root, carried=carried)

@@ -10,8 +10,6 @@ from synk.backends import Backend
 from synk.communicators._checks import check_out
 from synk.communicators._results import ResultMemory
 
-_SMALL_NBYTES = 1 << 10
-
 
 class UserArrays:
     """Turns the arrays of the function that runs into arrays that a communicator can use, and back.
@@ -68,8 +66,6 @@ class UserArrays:
         """
         if out is None or not isinstance(array, np.ndarray) or (is_in_place and out is array):
             return array
-        if array.nbytes < _SMALL_NBYTES:  # a copy takes less than the look
-            return array.copy()
         place = self._memory(out)
         if not isinstance(place, np.ndarray) or not np.may_share_memory(array, place):
             return array

@@ -92,19 +92,23 @@ class NcclCollectives(Collectives):
 
     # -- of a function -------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any, is_started: bool = False) -> Steps:
-        """With ``is_started`` and ``out``, it runs on a stream of its own if NCCL can do all of it.
+    def reduce(
+        self, kind: str, array: Any, op: str, weight: float | None, root: int, out: Any, is_started: bool
+    ) -> Steps:
+        """With ``is_started`` and ``out``, an ``all_reduce`` runs on a stream of its own if NCCL can do all of it.
 
         Then nothing is allocated there. It begins after the work that the function has queued by now.
         """
+        if kind != "all_reduce" or not is_started or out is None:
+            return (yield from super().reduce(kind, array, op, weight, root, out, is_started))
         send = self.arrays.take(array)
         self._check(op, send, weight)
         place = self._place(out, send.shape, send.dtype)
-        if not is_started or place is None or not _is_taken_whole(send, op):
-            result = yield from self._reduced("all_reduce", send, send.shape, op, weight, place)
+        if not _is_taken_whole(send, op):
+            result = yield from self._reduced(kind, send, send.shape, op, weight, place)
             return self._given(result, place, out)
         mark, num_launched = self._device.mark(), self._num_launched
-        yield from self.agree_steps("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
+        yield from self.agree_steps(kind, dtype_name(send.dtype), send.size, op, weight=weight)
         if weight is not None:
             place[...] = send * send.dtype.type(weight)
             send, op = place, "sum"
@@ -131,7 +135,7 @@ class NcclCollectives(Collectives):
         is_there = place is not None and self._device.address(result) == self._device.address(place)
         return place if is_there else result
 
-    def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int = -1) -> Steps:
+    def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int) -> Steps:
         yield from self.agree_steps(kind, dtype_name(send.dtype), send.size, peer=root)
         with self.guard():
             return self._gathered(send, place) if root < 0 else self._broadcast(send, root, place)
@@ -152,8 +156,8 @@ class NcclCollectives(Collectives):
         self._beside.clear()
 
     def _check(self, op: str, array: Any, weight: float | None) -> None:
-        REDUCTIONS[op].check(array.dtype, "the array of a collective")
         super()._check(op, array, weight)
+        REDUCTIONS[op].check(array.dtype, "the array of a collective")
 
     # -- several arrays of the backend at once ------------------------------------------------------------------------
 

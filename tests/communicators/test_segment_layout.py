@@ -21,11 +21,6 @@ def test_what_belongs_to_different_ranks_does_not_overlap(world_size: int) -> No
     assert layout.ring_nbytes >= 64
 
 
-def test_too_little_memory_for_a_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected at least"):
-        required_nbytes(64, 1 << 12)
-
-
 def test_unknown_dtypes_are_refused() -> None:
     for dtype in ("object", "datetime64[s]", "S3", "nonsense"):
         with pytest.raises(UnsupportedError, match="expected one of"):

@@ -20,11 +20,10 @@ def hasty(body: Callable[[Any], Any], recheck_ms: int | None) -> Callable[[Any],
     """
 
     def run(comm: Any) -> Any:
-        from synk.communicators import _mailbox, _rendezvous, _wired
+        from synk.communicators import _rendezvous, _wired
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in (_rendezvous, _mailbox):
-                patch.setattr(module, "SPIN_YIELDS", 0)
+            patch.setattr(_rendezvous, "SPIN_YIELDS", 0)
             patch.setattr(_rendezvous, "RECHECK_MS", recheck_ms)
             patch.setattr(_wired, "RECHECK_MS", recheck_ms)
             patch.setattr(_wired, "REPORT_S", 0.0)

@@ -469,7 +469,7 @@ MISMATCHED: list[tuple[Callable[[Any, bool], Any], str, str]] = [
     ),
     (
         lambda d, first: pd.DataFrame({"v": np.ones(3 if first else 2)}), "max",
-        r"cannot max the output.*rank 0: index \[0, 1, 2\] of 3; rank 1: index \[0, 1\] of 2",
+        r"cannot take the max of the output.*rank 0: index \[0, 1, 2\] of 3; rank 1: index \[0, 1\] of 2",
     ),
     (lambda d, first: d["a"] * 2, "avg", r'cannot average the output.*rank 0: index .*outputs="gather"'),
     (

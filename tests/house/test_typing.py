@@ -78,7 +78,7 @@ SLIPS = {
     "reveal_type(synk.function(total, updates=[weights])(np.ones(4)))": 'Revealed type is "Any"',
     "reveal_type(f.submit(np.ones(4)).result())": 'Revealed type is "float"',
     "reveal_type(next(rt.map(len, ['a'])))": 'Revealed type is "int"',
-    "synk.map(len, [1])": 'Argument 1 has incompatible type "Callable[[Sized], int]"',
+    "synk.map(len, ['a'], ordered=1.5)": 'incompatible type "float"; expected "bool"',
 }
 
 # What libraries of the user's say of themselves is not asked: it would take a minute.

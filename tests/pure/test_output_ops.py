@@ -57,8 +57,7 @@ NO_PREFIX: list[tuple[Any, Any, str]] = [
     ({"a": ("sum", "max")}, {"a": (0.0,)}, r"its result\['a'\] is 1 values"),
 ]
 MEANT = {
-    "mean": "'avg'", "SUM": "'sum'", "concat": "'gather'", "all": "'min'", "any": "'max'", "list": "None",
-    "gahter": "'gather'", "frist": "'first'", "xyz": "",
+    "average": "'avg'", "SUM": "'sum'", "minimum": "'min'", "gahter": "'gather'", "frist": "'first'", "xyz": "",
 }  # fmt: skip
 
 
