@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 
+from synk._pure.words import argument_hint
 from synk._rank.pickling import dumps
 from synk._wire.messages import Failure
 from synk.errors import add_note
@@ -18,6 +19,7 @@ _READ_ONLY = "is read-only"
 _IS_NO_TENSOR = re.compile(
     r"must be (a )?Tensors?\b.*ndarray|expected Tensor .*ndarray|'numpy\.ndarray' object has no attribute"
 )
+_KEYWORD_OF_COMM = re.compile(r"\bComm\.\w+\(\) got an unexpected keyword argument '(\w+)'")
 _WORKER_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -78,5 +80,8 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
         )
     if isinstance(error, (TypeError, AttributeError)) and "torch" in sys.modules and _IS_NO_TENSOR.search(message):
         add_note(error, 'The function got NumPy arrays. Build it with framework="torch" to get tensors.')
+    keyword = _KEYWORD_OF_COMM.search(message) if isinstance(error, TypeError) else None
+    if keyword and (told := argument_hint("Comm", keyword[1], ())):
+        add_note(error, told.strip())
     text = _format(error)[-_TEXT_CAP:]
     return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)

@@ -1,4 +1,4 @@
-"""What a likely mistake is told: in a function on a worker, and with a name that does not exist."""
+"""What a likely mistake is told: in a function on a worker, and with a word of another library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import synk.extensions
 from synk import profiler
 from synk._api.current import NotebookCell
 from synk._engine.profile import Profile
-from synk._pure.words import GONE
+from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
+from synk.communicators._comm import Comm
 
 Fork = Callable[..., Any]
 
@@ -74,8 +75,6 @@ def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtime
         "torch": synk.torch, "extensions": synk.extensions,
     }  # fmt: skip
     for name, instead in GONE.items():
-        if name.endswith("=)"):
-            continue
         owner, _, attribute = name.partition(".")
         with pytest.raises(AttributeError, match=re.escape(instead)):
             getattr(owners[owner], attribute)
@@ -92,26 +91,59 @@ def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtime
             synk.fork(1, **{option: "measured"})
 
 
-UNKNOWN = {
-    "synk.fork(2, backed='numpy')": r"cannot call 'fork': got the argument 'backed', expected .*'backend'\?",
-    "synk.fork(2, NumWorkers=4)": r"Did you mean 'num_workers'\?",
-    "synk.fork(2, zzz=4)": r"got the argument 'zzz', expected .*nodes, check\.$",
-    "synk.Runtime(workers=4)": r"cannot call 'Runtime': .*'num_workers'\?",
-    "rt.map(len, items, batchsize=3)": r"cannot call 'Runtime.map': .*'batch_size'\?",
-    "synk.function(len, output='sum')": r"got option 'output', .*'outputs'\?",
-    "synk.function(len, changes=())": r"It was in synk 0\.1\. Write updates=",
+# ----- words of other libraries
+
+WORDS = {
+    "synk.init()": r"'init'. Write synk.fork\(num_workers\)",
+    "synk.Pool(4)": r"'Pool'. Write synk.fork\(\) once, then synk.map\(f, items\).",
+    "synk.Parallel(n_jobs=2)": r"Write synk.map\(f, items\)",
+    "synk.Get_rank": r"Write synk.comm.rank inside a function",
+    "synk.fork(n_jobs=4)": r"cannot call 'fork': got the argument 'n_jobs', expected num_workers, .*Write num_workers=",
+    "synk.fork(2, max_workers=4)": r"got the argument 'max_workers', .*Write num_workers=",
+    "synk.fork(2, NumWorkers=4)": r"Write num_workers=.$",
+    "synk.fork(2, backed='numpy')": r"Did you mean 'backend'\?",
+    "synk.Runtime(processes=4)": r"cannot call 'Runtime': .*Write num_workers=",
+    "synk.map(len, items, chunksize=3)": r"cannot call 'map': got the argument 'chunksize', .*Write batch_size=",
+    "rt.map(len, items, chunk_size=3)": r"cannot call 'Runtime.map': .*Write batch_size=",
+    "synk.function(len, in_axes=0)": r"got option 'in_axes', .*Write bcast_inputs=",
+    "synk.function(len, output='sum')": r"Write outputs=",
+    "synk.function(len, changes=())": r"Write updates=",
+    "synk.function(len, name='f')": r"Write .*fn.__name__",
     "synk.fork(inline=True)": r"Write num_workers=0",
+    "synk.Executor(n_workers=2)": r"cannot call 'Executor': .*Write max_workers=",
+    "pending.get()": r"'PendingCall' object has no attribute 'get'. Write call.result\(\).",
+    "pending.cancel()": r"timeout=seconds",
+    "pending.Result()": r"Write call.result.$",
+    "f.remote(x)": r"Write f.submit\(...\).",
+    "rt.submit(f, x)": r"Write f.submit\(...\)",
+    "on_a_worker('size')": r"'Comm' object has no attribute 'size'. Write synk.comm.world_size.",
+    "on_a_worker('Get_size')": r"Write synk.comm.world_size.",
+    "on_a_worker('Get_rank')": r"Write synk.comm.rank.",
+    "on_a_worker('allreduce')": r"Write synk.comm.all_reduce.",
+    "on_a_worker('Iallreduce')": r"Write synk.comm.all_reduce\(array, op, async_op=True\).",
+    "on_a_worker('all_reduce', group=None)": r"'group'.*Write synk.comm without it: all ranks",
+    "on_a_worker('recv', source=0)": r"'source'.*Write peer=",
 }
 
 
-def test_unknown_arguments_are_told_what_there_is(reused: Fork) -> None:
+def test_words_of_other_libraries_are_told_what_to_write(reused: Fork) -> None:
     rt = reused(2)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    names = {"synk": synk, "rt": rt, "f": f, "x": np.ones(4), "items": ["a"], "pending": f.submit(np.ones(4))}
+
+    def on_a_worker(name: str, **options: Any) -> Any:
+        run = rt.function(lambda x: getattr(synk.comm, name)(x, **options), outputs=None)
+        return run(np.ones(4))
+
+    names["on_a_worker"] = on_a_worker
     told = {}
-    for code in UNKNOWN:
-        with pytest.raises(TypeError) as caught:
-            eval(code, {"synk": synk, "rt": rt, "items": ["a"]})
-        told[code] = str(caught.value)
-    assert not {code: text for code, text in told.items() if not re.search(UNKNOWN[code], text)}
+    for code in WORDS:
+        with pytest.raises((AttributeError, TypeError)) as caught:
+            eval(code, names)
+        told[code] = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    wrong = {code: text for code, text in told.items() if not re.search(WORDS[code], text)}
+    assert not wrong
+    assert names["pending"].result() == 4
 
 
 def test_other_names_are_missing_as_usual(reused: Fork) -> None:
@@ -125,3 +157,18 @@ def test_other_names_are_missing_as_usual(reused: Fork) -> None:
                 getattr(thing, name)
     assert pending.result() == 4
     assert cloudpickle.dumps(synk.comm)
+
+
+def test_what_is_told_exists() -> None:
+    """Each name that a hint tells, and no word that is a name."""
+    things = {
+        "synk": synk, "Comm": Comm, "PendingCall": synk.PendingCall, "Function": synk.Function, "Runtime": synk.Runtime,
+    }  # fmt: skip
+    written = {"synk.comm": Comm, "synk": synk, "call": synk.PendingCall, "f": synk.Function, "runtime": synk.Runtime}
+    for owner, words in NAMES.items():
+        assert not words.keys() & {squashed(name) for name in dir(things[owner]) if name[0] != "_"}, owner
+    for text in [text for words in (*NAMES.values(), *KEYWORDS.values()) for text in words.values()]:
+        for prefix, name in re.findall(r"\b(synk\.comm|synk|call|f|runtime)\.(\w+)", text):
+            assert name in ("comm", "__wrapped__") or hasattr(written[prefix], name), text
+    for verb, words in KEYWORDS.items():
+        assert all(word == squashed(word) for word in words), verb
