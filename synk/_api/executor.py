@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import queue
 import select
 import sys
 import threading
@@ -26,6 +27,7 @@ from synk._api.mapping import check_function, items_of, job_of, rules_of
 from synk._api.options import is_integer
 from synk._api.runtime import Runtime
 from synk._engine.chunks import Rules
+from synk._engine.jobs import MapJob
 from synk._engine.tasks import Task, Tasks
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
@@ -137,9 +139,6 @@ class Executor(concurrent.futures.Executor):
     ) -> Iterator[Any]:
         """Return an iterator over ``fn(*items)``, in the order of the iterables, which are consumed at once.
 
-        As with :func:`synk.map` the work begins when you ask for the first result, and no task of this executor waits
-        for it.
-
         Parameters
         ----------
         timeout : float, optional
@@ -159,9 +158,9 @@ class Executor(concurrent.futures.Executor):
         rules = self._rules._replace(batch_size=chunksize if chunksize > 1 else None)
         session = self._runtime._session
         job = job_of(session, fn, iter(list(items)), rules, name=name, is_spread=is_spread, num_ranks=self._num_workers)
-        self._driver.check()
-        runs = job.runs(None if timeout is None else time.monotonic() + timeout)
-        return Results.of((values for _, values in runs), "synk.Executor.map", name)
+        made = _Map(job, timeout, self._driver.ring)
+        self._driver.add(made)
+        return Results.of(made.runs(), "synk.Executor.map", name)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.
@@ -202,8 +201,8 @@ def _shut_down() -> None:
 class _Driver:
     """The thread behind one executor. It starts with the first task, and ends when no more can come.
 
-    Other threads only append to ``_waiting``, set ``_is_stopping`` and ring the bell. All else, ``_futures`` and
-    ``_tasks``, belongs to the thread.
+    Other threads only append to ``_waiting`` and ``_maps``, set ``_is_stopping`` and ring the bell. All else,
+    ``_futures`` and ``_tasks``, belongs to the thread.
     """
 
     def __init__(self, runtime: Runtime, num_workers: int, rules: Rules) -> None:
@@ -211,29 +210,33 @@ class _Driver:
         self._tasks: Tasks = runtime._tasks(num_workers, rules)
         self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()  # not pickled yet
         self._futures: dict[Task, concurrent.futures.Future[Any]] = {}  # in flight
+        self._maps: list[_Map] = []
         self._is_stopping = False
         self._lock = threading.RLock()  # no task is accepted after ``_is_stopping``, or the thread could miss it
         self._bell: Descriptor | None = None  # an eventfd, while the thread runs
         self._thread: threading.Thread | None = None
 
-    def check(self) -> None:
-        """Raise an error if no more tasks are accepted."""
-        if self._is_stopping:
-            raise RuntimeError("cannot submit a task: the executor was shut down. Make another one.")
-        self._session.check_open("submit a task")
-
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._accept(lambda: self._waiting.append((future, task)))
+        return future
+
+    def add(self, made: _Map) -> None:
+        """Run a map."""
+        self._accept(lambda: self._maps.append(made))
+
+    def _accept(self, add: Callable[[], None]) -> None:
         with self._lock:
-            self.check()
+            if self._is_stopping:
+                raise RuntimeError("cannot submit a task: the executor was shut down. Make another one.")
+            self._session.check_open("submit a task")
             if self._thread is None:
                 self._bell = eventfd()
                 thread = threading.Thread(target=self._drive, name="synk.Executor", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._waiting.append((future, task))
+            add()
             self.ring()
-        return future
 
     def stop(self, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. The thread ends when the accepted ones have. A finalizer may call this."""
@@ -243,6 +246,8 @@ class _Driver:
         # Not under the lock: callbacks of the futures run here, and may use the executor.
         while cancel_futures and (waiting := _next(self._waiting)) is not None:
             waiting[0].cancel()
+        for each in list(self._maps) if cancel_futures else ():
+            each.end(concurrent.futures.CancelledError())
 
     def join(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -257,14 +262,15 @@ class _Driver:
 
     def _drive(self) -> None:
         """Send tasks and items and take in results until nothing more can come."""
-        while self._waiting or self._futures or not self._is_stopping:
+        while self._waiting or self._futures or self._maps or not self._is_stopping:
             try:
                 self._send()
-                if self._waiting and self._tasks.has_room:
+                is_moving = self._advance()
+                if is_moving or (self._waiting and self._tasks.has_room):
                     continue
                 # A bell that has rung since the checks above is still readable, so this wait cannot miss it. With
                 # nothing to be done and no more tasks to come, nobody would ring.
-                if self._waiting or self._futures or not self._is_stopping:
+                if self._waiting or self._futures or self._maps or not self._is_stopping:
                     self._wait()
             except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error)
@@ -276,7 +282,7 @@ class _Driver:
         assert bell is not None
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        is_busy = bool(self._waiting or self._futures)  # others may have all workers
+        is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
         if is_busy:
             for fd in self._session.processes.descriptors():
                 poll.register(fd, select.POLLIN)
@@ -311,6 +317,15 @@ class _Driver:
         else:
             future.set_result(result)
 
+    def _advance(self) -> bool:
+        """Take the maps a step further. Return whether one has given results."""
+        is_moving = False
+        for each in list(self._maps):
+            is_moving = each.advance() or is_moving
+            if each.has_ended:
+                self._maps.remove(each)
+        return is_moving
+
     def _fail_all(self, error: BaseException) -> None:
         """Give all futures an error, in flight or waiting. Nobody may wait for a future that no thread will resolve."""
         lost, self._futures = self._futures, {}
@@ -319,6 +334,8 @@ class _Driver:
         while (waiting := _next(self._waiting)) is not None:
             if waiting[0].set_running_or_notify_cancel():
                 waiting[0].set_exception(error)
+        while self._maps:
+            self._maps.pop().end(error)
         with contextlib.suppress(ClosedError, ReentrancyError):  # they end with the runtime, or nobody wants them
             self._tasks.cancel()
 
@@ -329,3 +346,70 @@ def _next(waiting: deque[R]) -> R | None:
         return waiting.popleft()
     except IndexError:
         return None
+
+
+class _Map:
+    """A map that the thread of an executor drives.
+
+    Parameters
+    ----------
+    job : MapJob
+    timeout : float or None
+        Seconds from now until :meth:`runs` raises ``TimeoutError``.
+    ring : callable
+        Wakes the thread.
+
+    Attributes
+    ----------
+    has_ended : bool
+    """
+
+    def __init__(self, job: MapJob, timeout: float | None, ring: Callable[[], None]) -> None:
+        self._job, self._timeout, self._ring = job, timeout, ring
+        self._until = None if timeout is None else time.monotonic() + timeout
+        self._arrived: queue.SimpleQueue[list[Any] | BaseException | None] = queue.SimpleQueue()
+        self.has_ended = False
+
+    def advance(self) -> bool:
+        """Take it a step further. Return whether there were results."""
+        if self._job.is_abandoned:
+            self.has_ended = True
+            return False
+        try:
+            done = self._job.next_done(is_waiting=False)
+            for chunk in done or ():
+                for _, values in self._job.runs_of(chunk):
+                    self._arrived.put(values)
+        except Exception as error:
+            self.end(error)
+            return False
+        if done is None:
+            self._arrived.put(None)
+            self.has_ended = True
+        return bool(done)
+
+    def end(self, error: BaseException) -> None:
+        self._job.is_abandoned = self.has_ended = True
+        self._arrived.put(error)
+
+    def runs(self) -> Iterator[list[Any]]:
+        """Yield the results in lists."""
+        try:
+            while (found := self._next()) is not None:
+                yield found
+                del found
+        finally:
+            self._job.is_abandoned = True
+            self._ring()
+
+    def _next(self) -> list[Any] | None:
+        try:
+            found = self._arrived.get(timeout=None if self._until is None else max(self._until - time.monotonic(), 0))
+        except queue.Empty:
+            raise TimeoutError(
+                f"cannot wait for a result of {self._job.name!r} any longer: it has not come within "
+                f"{self._timeout:g} s."
+            ) from None
+        if isinstance(found, BaseException):
+            raise found
+        return found

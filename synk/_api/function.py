@@ -6,6 +6,7 @@ In one file because it is one class: everything that can be done with a function
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
@@ -395,7 +396,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         return submit(self, args, kwargs, options, release)
 
     @verb
-    def stream(self, batches: Iterable[Any]) -> Iterator[R]:
+    def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:
         """Call the function for each batch of an iterable, and return an iterator over the results, in order.
 
         Calls are submitted ahead: while you work with a result, the workers compute the next batch, and the batch after
@@ -406,6 +407,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         batches : iterable
             A tuple or a list, as a data loader returns it, holds the arguments of a call. Anything else (an array, a
             dict) is the only argument.
+        progress : bool
+            Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``).
 
         Returns
         -------
@@ -417,6 +420,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ------
         TypeError
             If ``batches`` is not an iterable.
+        ModuleNotFoundError
+            With ``progress``, if tqdm is not installed.
 
         Examples
         --------
@@ -426,6 +431,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ...     [int(value) for value in total.stream(np.full(4, k) for k in range(3))]
         [0, 4, 8]
         """
+        return self._streamed(self.submit, batches, progress)
+
+    @verb
+    def _streamed(self, submit: Callable[..., Any], batches: Iterable[Any], progress: bool) -> Iterator[Any]:
+        """Do what :meth:`stream` does, by the ``submit`` of this function or of an object that wraps it."""
+        from synk._api.progress import progress_bar, with_progress
         from synk._api.stream import arguments, stream
 
         refuse_inside_worker(f"stream {self.__name__!r}")
@@ -433,7 +444,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise TypeError(
                 f"cannot stream {self.__name__!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
-        results = stream(lambda batch: self.submit(*arguments(batch)), self.__name__, iter(batches))
+        results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
+        if progress:
+            results = with_progress(results, progress_bar(self.__name__, operator.length_hint(batches)))
         return Results.of(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(

@@ -16,7 +16,7 @@ from synk._api.progress import progress_bar, with_progress
 from synk._api.replay import recorded_items, replay_folder
 from synk._code.handles import FunctionHandle
 from synk._engine.callee import Callee
-from synk._engine.chunks import Rules
+from synk._engine.chunks import PoolStats, Rules
 from synk._engine.jobs import MapJob, is_failure
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
@@ -49,19 +49,19 @@ def map_items(
     if journal is None and (key is not None or version is not None):
         raise ValueError(f"cannot map {name!r}: got key= or version= without journal=, expected a journal with them.")
     items, is_spread = items_of(name, iterables)
-    folder = replay_folder()
+    stats, folder = PoolStats() if progress else None, replay_folder()
     runs: Iterator[list[Any]]
     if journal is not None or folder is not None:
         opened = None if journal is None else Journal(journal, name, fn, key, version)
-        run = functools.partial(numbered_results, session, name=name)
+        run = functools.partial(numbered_results, session, name=name, stats=stats)
         runs = ([outcome] for outcome in _in_layers(run, fn, enumerate(items), rules, opened, folder, is_spread))
     else:
-        job = job_of(session, fn, items, rules, name=name, is_spread=is_spread)
+        job = job_of(session, fn, items, rules, name=name, is_spread=is_spread, stats=stats)
         runs = (values for _, values in job.runs())
     if progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
         bar = progress_bar(name, length)
-        runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), bar))
+        runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), bar, stats))
     return Results.of(runs, "synk.map", name)
 
 
@@ -105,6 +105,7 @@ def numbered_results(
     *,
     name: str,
     is_spread: bool = False,
+    stats: PoolStats | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield ``(number, result)`` for ``(number, item)`` pairs, the result of a failed item as ``rules`` say.
 
@@ -115,6 +116,8 @@ def numbered_results(
     ----------
     is_spread : bool
         Whether an item is a tuple of arguments.
+    stats : PoolStats, optional
+        Is kept up to date.
     """
     numbers: deque[int] = deque()
 
@@ -123,7 +126,7 @@ def numbered_results(
             numbers.append(number)
             yield item
 
-    job = job_of(session, fn, items(), rules, name=name, is_spread=is_spread, numbers=numbers)
+    job = job_of(session, fn, items(), rules, name=name, is_spread=is_spread, stats=stats, numbers=numbers)
     return (pair for run in job.runs() for pair in zip(*run))
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from synk._engine.chunks import PoolStats
 from synk._engine.jobs import is_failure
 
 
@@ -28,8 +29,10 @@ def progress_bar(name: str, length: int) -> Any:
     return tqdm(desc=name, total=length or None)
 
 
-def with_progress(outcomes: Iterator[Any], bar: Any) -> Iterator[Any]:
-    """Yield the outcomes, each counted by the bar. At the end comes a summary, also if an exception ends them."""
+def with_progress(outcomes: Iterator[Any], bar: Any, stats: PoolStats | None = None) -> Iterator[Any]:
+    """Yield the outcomes, each counted by the bar. At the end of a map, which has ``stats``, comes a summary, also if
+    an exception ends it.
+    """
     failed = 0
     try:
         for outcome in outcomes:
@@ -40,4 +43,10 @@ def with_progress(outcomes: Iterator[Any], bar: Any) -> Iterator[Any]:
             yield outcome
     finally:
         bar.close()
-        bar.write(f"{bar.desc}: {bar.n - failed} done, {failed} failed.", file=sys.stderr)
+        if stats is not None:
+            slowest = ", ".join(f"{number} ({seconds:.2g} s)" for seconds, number in stats.slowest)
+            bar.write(
+                f"{bar.desc}: {bar.n - failed} done, {failed} failed. Workers: {stats.deaths} died, {stats.replaced} "
+                "replaced." + (f" Slowest items: {slowest}." if slowest else ""),
+                file=sys.stderr,
+            )

@@ -20,6 +20,8 @@ from synk.errors import CallCancelled, SynkError
 AIM_NS = 20_000_000
 """Chunks take so long: shorter ones cost messages, longer ones leave ranks idle at the end."""
 
+_NUM_SLOWEST = 3
+
 
 class Rules(NamedTuple):
     """What the user of a map wants of it.
@@ -44,6 +46,28 @@ class Rules(NamedTuple):
     item_s: float | None = None
     max_tasks: int | None = None
     max_memory: int | None = None
+
+
+class PoolStats:
+    """What has happened in a map.
+
+    Attributes
+    ----------
+    deaths : int
+        Workers that died at an item.
+    replaced : int
+        Workers that were ended for the time of an item, or for the number of items or the memory of a worker.
+    slowest : list of (float, int)
+        The items that took longest: seconds and number, the longest first.
+    """
+
+    def __init__(self) -> None:
+        self.deaths = self.replaced = 0
+        self.slowest: list[tuple[float, int]] = []
+
+    def note_time(self, seconds: float, number: int) -> None:
+        """Note how long an item took."""
+        self.slowest = sorted([*self.slowest, (seconds, number)], reverse=True)[:_NUM_SLOWEST]
 
 
 class Packed(NamedTuple):
@@ -163,7 +187,7 @@ class Chunk(Owed):
         if job.has_packed:
             self.nbytes += sum(item.new_nbytes for item in self.items if type(item) is Packed)
         most_ns = AIM_NS if job.rules.batch_size is None else 0
-        how = job.rules.returns_errors, most_ns
+        how = job.rules.returns_errors, most_ns, job.is_timed
         return ItemsOrder(job.function.id, job.number, self.numbers, *how, parts, wire.apart(stream))
 
     def segments(self) -> list[Segment]:
@@ -183,9 +207,11 @@ class Chunk(Owed):
             what = f"map {self.job.name!r}: its items were ended by an interrupt. Map them again."
             self.finish(error if isinstance(error, SynkError) else CallCancelled(what))
 
-    def take(self, content: Any, fds: list[Descriptor]) -> tuple[int, int]:
-        """Take the results out of a reply. Return how many items have an outcome, and how many of them succeeded."""
-        outcomes, stream, sizes = content
+    def take(self, content: Any, fds: list[Descriptor]) -> tuple[int, int, tuple[int, int]]:
+        """Take the results out of a reply. Return how many items have an outcome, how many of them succeeded, and the
+        longest time that one took, with its position.
+        """
+        outcomes, stream, sizes, slowest = content
         buffers = [_mapped(fds.pop(0), nbytes) for nbytes in sizes]
         view = memoryview(stream)
         self.nbytes = len(view) + sum(sizes)
@@ -204,7 +230,7 @@ class Chunk(Owed):
                 num_failed += 1
             self.outcomes.append((numbers, found))
             index += len(numbers)
-        return index, index - num_failed
+        return index, index - num_failed, slowest
 
 
 def _is_packed(item: Any) -> bool:

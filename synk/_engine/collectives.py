@@ -74,7 +74,8 @@ def shapes(variable: Variable) -> list[Any]:
 
 def broadcast(variable: Variable, value: Any = None) -> None:
     """Give every rank ``value``, or without one the value of rank 0."""
-    variable.unite(variable.leaves(0) if value is None else variable.check(value))
+    if value is not None or not variable.engine.device_values.collective(variable, "broadcast"):
+        variable.unite(variable.leaves(0) if value is None else variable.check(value))
 
 
 def assign(variable: Variable, value: Any) -> None:
@@ -122,6 +123,8 @@ def gather(variable: Variable, nd_up: int) -> Any:
 
 def all_gather(variable: Variable) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
+    if variable.engine.device_values.collective(variable, "all_gather"):
+        return
     values = variable.all_leaves()
     variable.unite([concatenate([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
 
@@ -140,7 +143,8 @@ def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
 
 def all_reduce(variable: Variable, op: str) -> None:
     """Reduce the values of all ranks, and give the result to every rank."""
-    variable.unite(_reduced(variable, op))
+    if not variable.engine.device_values.collective(variable, "all_reduce", op):
+        variable.unite(_reduced(variable, op))
 
 
 def reduce(variable: Variable, op: str, in_place: bool) -> Any:

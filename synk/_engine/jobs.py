@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._engine.callee import Callee
-from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, Rules, waiting
+from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, PoolStats, Rules, waiting
 from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
 from synk._engine.pool import Pool
@@ -66,6 +66,8 @@ class Job:
     rules : Rules
     num_ranks : int
         How many workers to use; 0 for all.
+    stats : PoolStats, optional
+        What has happened is noted here, and which items took longest.
 
     Attributes
     ----------
@@ -88,7 +90,9 @@ class Job:
 
     are_named = True
 
-    def __init__(self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0) -> None:
+    def __init__(
+        self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0, stats: PoolStats | None = None
+    ) -> None:
         self.session, self.function, self.rules = session, function, rules
         self.name, self.verb = function.name, f"map {function.name!r}"
         if session.is_inline:
@@ -99,6 +103,7 @@ class Job:
         self.pool: Pool = session.pool
         self.number = next(self.pool.numbers)
         self.num_ranks = num_ranks or session.world_size
+        self.stats, self.is_timed = stats or PoolStats(), stats is not None
         self.chunks: list[Chunk] = []
         self.num_deaths = 0
         self.is_abandoned = self.are_short = self.has_packed = False
@@ -163,10 +168,12 @@ class Job:
             self.chunks = [chunk for chunk in self.chunks if chunk not in done]
         return done
 
-    def note(self, chunk: Chunk, count: int, num_good: int, spent_ns: int) -> None:
+    def note(self, chunk: Chunk, count: int, num_good: int, spent_ns: int, slowest: tuple[int, int]) -> None:
         """Note how long items took, and so how many a chunk is to have."""
         if num_good:
             self.num_deaths = 0
+        if self.is_timed and slowest[0] >= 0:
+            self.stats.note_time(slowest[0] / 1e9, chunk.numbers[slowest[1]])
         if self.rules.batch_size is None:
             size = min(AIM_NS * count // max(spent_ns, 1), _MOST)
             self.size = max(1, size if chunk.nbytes < _LARGE_NBYTES else min(size, count // 2))
@@ -263,33 +270,34 @@ class MapJob(Job):
     def wants_more(self) -> bool:
         return not self._is_at_end or super().wants_more
 
-    def runs(self, until: float | None = None) -> Iterator[Run]:
-        """Yield the results in lists, and raise the error that ends them.
-
-        Raises
-        ------
-        TimeoutError
-            If there is no result by ``until``.
-        Exception
-            The error of an item; what the iterable raised, after all results.
-        """
-        done: list[Chunk] = []
+    def runs(self) -> Iterator[Run]:
+        """Yield the results in lists, and raise the error that ends them."""
         try:
-            while True:
-                pulled = self._pull() if self._has_room() else []
-                if not pulled and self._is_at_end and not self.chunks:
-                    break
-                done = self.pool.step(self, pulled, is_waiting=not pulled, until=until)
-                if until is not None and not done and time.monotonic() >= until:
-                    raise TimeoutError(f"cannot {self.verb}: a result did not come in time. Raise timeout=.")
+            while (done := self.next_done(is_waiting=True)) is not None:
                 done.reverse()
                 while done:
                     yield from self.runs_of(done.pop())
-            if self._error is not None:
-                raise self._error
         finally:  # also if the caller drops this iterator, in any thread: the next operation ends the chunks in flight
             self.is_abandoned = True
-            self._error, done = None, []  # its traceback holds this frame
+            done = self._error = None  # its traceback holds this frame
+
+    def next_done(self, *, is_waiting: bool) -> list[Chunk] | None:
+        """Return the next chunks that are done, and keep the workers busy meanwhile; None at the end.
+
+        Raises
+        ------
+        Exception
+            What the iterable raised, after all results.
+        """
+        while True:
+            pulled = self._pull() if self._has_room() else []
+            if not pulled and self._is_at_end and not self.chunks:
+                if self._error is not None:
+                    raise self._error
+                return None
+            done = self.pool.step(self, pulled, is_waiting=is_waiting and not pulled)
+            if done or not (pulled or is_waiting):
+                return done
 
     def _has_room(self) -> bool:
         return (

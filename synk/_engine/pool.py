@@ -252,7 +252,7 @@ class Pool:
         _, began_ns, ended_ns, *_ = times
         spent_ns = ended_ns - began_ns
         sent_nbytes, wall_ns = chunk.nbytes, time.monotonic_ns() - chunk.began_ns
-        count, num_good = chunk.take(*body)
+        count, num_good, slowest = chunk.take(*body)
         if count < len(chunk.numbers) and (num_good == count or job.rules.returns_errors):
             job.replace(chunk, [chunk, chunk.cut(count)])
         job.function.record.add_items(rank, count, sent_nbytes, chunk.nbytes, spent_ns, wall_ns)
@@ -260,7 +260,7 @@ class Pool:
             engine.tracer.note_chunk(job.function.name, rank, count, began_ns, ended_ns)
         job.are_short = spent_ns <= LONG_NS and not engine.is_inline
         self._served[rank] = engine.by_rank[rank].num_starts, self._num_served(rank) + count
-        job.note(chunk, count, num_good, spent_ns)
+        job.note(chunk, count, num_good, spent_ns, slowest)
         chunk.items = []
         chunk.finish()
 
@@ -277,12 +277,14 @@ class Pool:
         if chunk.is_done or job.is_abandoned:
             return
         if chunk.late is not None:
+            job.stats.replaced += 1
             self._on_late(chunk)
         elif index is None and self._sees_words:
             job.replace(chunk, [chunk.part(0, len(chunk.items))])
         elif index is None and job.rules.returns_errors and len(chunk.numbers) > 1:
             job.replace(chunk, [chunk.part(k, k + 1) for k in range(len(chunk.numbers))])
         else:
+            job.stats.deaths += 1
             job.num_deaths = 1 if index else job.num_deaths + 1  # those before it in its chunk have succeeded
             most = self._engine.max_restarts
             if index is not None and len(chunk.numbers) > 1:
@@ -377,6 +379,7 @@ class Pool:
             if self._limit(rank, job) <= 0 or (most is not None and own_nbytes(process.pid) > most):
                 process.kill()
                 self._leaving.add(rank)
+                job.stats.replaced += 1
 
     def _seconds(self, until: float | None) -> float | None:
         """Return how long to wait for an answer: until the next look for what must end."""

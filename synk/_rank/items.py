@@ -67,16 +67,19 @@ class RankItems:
         rank.detach()
         results = _Results(rank, function.name)
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
-        self._run(rank, number << ITEM_BITS, function, results)
+        slowest = self._run(rank, number << ITEM_BITS, function, results)
         rank.ended_ns = time.monotonic_ns()
         results.flush()
-        content = results.outcomes, wire.apart(results.stream.getvalue()), results.sizes
+        content = results.outcomes, wire.apart(results.stream.getvalue()), results.sizes, slowest
         return wire.TOLD, content, results.segments, None
 
-    def _run(self, rank: Any, place: int, function: Any, results: _Results) -> None:
+    def _run(self, rank: Any, place: int, function: Any, results: _Results) -> tuple[int, int]:
+        """Return the longest time that an item took, in ns, and which one it was, if all were timed."""
         up, variables, fn, clock = rank.own_up, rank.variables, function.fn, time.monotonic_ns
         plain, add = results.plain, results.add
-        look_at, began = 0, clock()
+        together = 1 if self.order.is_timed else _TOGETHER
+        look_at, slowest, most_ns = 0, 0, -1
+        began = clock()
         until = began + self.order.most_ns if self.order.most_ns else sys.maxsize
         for first, items in self._parts(rank, place, results):
             for index, item in enumerate(items, first):
@@ -94,12 +97,16 @@ class RankItems:
                 except BaseException as error:  # not even SystemExit may end a rank
                     self._fail(rank, item, error, results)
                     if not self.order.goes_on:
-                        return
+                        return most_ns, slowest
                 if index >= look_at:
                     now = clock()
+                    spent_ns = now - began
+                    if spent_ns > most_ns:
+                        most_ns, slowest = spent_ns, index
                     if now >= until:
-                        return
-                    began, look_at = now, index + (_TOGETHER if now - began < _QUICK_NS else 1)
+                        return most_ns, slowest
+                    began, look_at = now, index + (together if spent_ns < _QUICK_NS else 1)
+        return most_ns, slowest
 
     def _parts(self, rank: Any, place: int, results: _Results) -> Iterator[tuple[int, Sequence[Any]]]:
         """Yield the items in lists, each with the position of its first one. One that cannot be loaded has failed."""

@@ -133,6 +133,8 @@ class ItemsOrder(NamedTuple):
         Whether the others are run after one has failed.
     most_ns : int
         No item is begun so long after the first one; 0 if all of them are to be run.
+    is_timed : bool
+        Whether to tell which item took longest.
     parts : list of (count, nbytes)
         Pickles in ``stream``: a list of so many items or, with a count of 0, one item.
     stream : bytes or ndarray of uint8
@@ -143,5 +145,6 @@ class ItemsOrder(NamedTuple):
     numbers: Sequence[int]
     goes_on: bool
     most_ns: int
+    is_timed: bool
     parts: list[tuple[int, int]]
     stream: Any
