@@ -328,16 +328,18 @@ class _Driver:
 
     def _fail_all(self, error: BaseException) -> None:
         """Give all futures an error, in flight or waiting. Nobody may wait for a future that no thread will resolve."""
-        lost, self._futures = self._futures, {}
-        for future in lost.values():
-            future.set_exception(error)
+        lost, self._futures = [*self._futures.values()], {}
         while (waiting := _next(self._waiting)) is not None:
             if waiting[0].set_running_or_notify_cancel():
-                waiting[0].set_exception(error)
-        while self._maps:
-            self._maps.pop().end(error)
+                lost.append(waiting[0])
+        maps = [self._maps.pop() for _ in range(len(self._maps))]
         with contextlib.suppress(ClosedError, ReentrancyError):  # they end with the runtime, or nobody wants them
             self._tasks.cancel()
+        # Not before: whoever hears of one may submit another, which is not lost.
+        for future in lost:
+            future.set_exception(error)
+        for each in maps:
+            each.end(error)
 
 
 def _next(waiting: deque[R]) -> R | None:
