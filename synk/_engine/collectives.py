@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from synk._engine.variables import Variable
+from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS
-from synk._pure.partials import concatenate
 
 
 def pair(variables: Any, listed: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
@@ -95,7 +95,7 @@ def set_value(variable: Variable, value: Any, rank: Any) -> None:
 def get_value(variable: Variable, rank: Any) -> Any:
     """Return a copy of the value on ``rank``."""
     check_rank(variable, rank)
-    return variable.build([leaf.copy() for leaf in variable.leaves(rank)])
+    return variable.build([_copied(leaf) for leaf in variable.leaves(rank)])
 
 
 def scatter(variable: Variable, parts: Sequence[Sequence[np.ndarray]]) -> None:
@@ -117,8 +117,23 @@ def gather(variable: Variable, nd_up: int) -> Any:
             )
         if nd_up == 0 and parts[0].ndim == 0:
             raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
-        results.append(concatenate([part[np.newaxis] for part in parts] if nd_up else parts))
+        results.append(_joined([part[np.newaxis] for part in parts] if nd_up else parts))
     return variable.build(results)
+
+
+def _copied(leaf: np.ndarray) -> np.ndarray:
+    out = np.empty(leaf.shape, leaf.dtype)
+    copy_into(out, leaf)
+    return out
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    out = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    start = 0
+    for part in parts:
+        copy_into(out[start : start + len(part)], part)
+        start += len(part)
+    return out
 
 
 def all_gather(variable: Variable) -> None:
@@ -126,7 +141,7 @@ def all_gather(variable: Variable) -> None:
     if variable.engine.device_values.collective(variable, "all_gather"):
         return
     values = variable.all_leaves()
-    variable.unite([concatenate([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
+    variable.unite([_joined([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
 
 
 def _reduced(variable: Variable, op: str) -> list[np.ndarray]:

@@ -403,17 +403,23 @@ class Outputs:
         return combined(self.ops[leaf], parts, rows, self._named(leaf), ranks=self.voters, order=order)
 
     def _combined(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None) -> Any:
-        """Return the values of all ranks combined by an op that accepts any value; under op None that of the rank."""
+        """Return the values of all ranks combined by an op that accepts any value, or a list of them under op None."""
         op, items = self.ops[leaf], self._items[leaf]
-        voters = [self._apart[leaf]] if op is EACH else range(1 if op.is_of_rank_0 else len(items))
         values = [
-            parts[voter]
-            if items[voter].dtype is None
-            else _tensor(_own(self._array(leaf, voter, root)), items[voter].is_tensor)
-            for voter in voters
+            None
+            if item is _ABSENT
+            else parts[voter]
+            if item.dtype is None
+            else _tensor(_own(self._array(leaf, voter, root)), item.is_tensor)
+            for voter, item in enumerate(items[:1] if op.is_of_rank_0 else items)
         ]
+        if op is EACH and leaf in self._apart:
+            return values[self._apart[leaf]]
         if op is EACH:
-            return values[0]
+            everyone: list[Any] = [None] * self._world_size
+            for rank, value in zip(self.voters, values):
+                everyone[rank] = value
+            return everyone
         counts = list(rows)
         if any(isinstance(value, SliceValues) for value in values):
             each = [

@@ -12,6 +12,7 @@ from synk._engine.argument import HELD, Argument, pickle_nests
 from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
+from synk._pure.arrays import copy_into
 from synk._pure.places import places_of, put_in_place
 from synk._pure.ranges import round_up
 from synk._wire.looks import Look
@@ -287,7 +288,7 @@ class Plan(Thing):
             elif label:
                 callee.repeated.note(label, value)
                 began = time.monotonic_ns()
-                target[...] = value
+                copy_into(target, value)
                 callee.record.staged_ns += time.monotonic_ns() - began
             else:
                 target[...] = value

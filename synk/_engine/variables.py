@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._engine.things import Living, Thing
-from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.arrays import as_plain_array, check_shareable, copy_into
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.read_only import ordinary
 from synk._pure.shards import select_rows, shard_bounds
@@ -243,7 +243,7 @@ class Variable(Thing):
 
     def _fill(self, rank: int, which: int, arrays: Sequence[np.ndarray]) -> None:
         for target, source in zip(self.room(rank, which, shapes_of(arrays)), arrays):
-            target[...] = source
+            copy_into(target, source)
 
     def turn(self, rank: int, which: int, found: Shapes) -> None:
         """Make a place the value of a rank; a part of a commit, which may be done again."""

@@ -53,7 +53,7 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
     Examples
     --------
     >>> agreed([(0, None), (0, 1)], ("sum", EACH), (0, 1), 2)
-    Agreement(skeleton=(0, [None, 1]), positions=[[0, -1], [0, 1]], apart={1: 1})
+    Agreement(skeleton=(0, 1), positions=[[0, -1], [0, 1]], apart={})
     >>> agreed([[0], [0]], EACH, (0, 2), 3)
     Agreement(skeleton=[[0], None, [1]], positions=[[0, -1], [-1, 0]], apart={0: 0, 1: 1})
     >>> agreed([0, None], "sum", (0, 1), 2) is None
@@ -63,11 +63,9 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
     owners: dict[int, int] = {}
 
     def merge(nodes: Sequence[Any], outputs: Any) -> Any:
-        if outputs is EACH:
-            return one_by_one(nodes)
         given = [node for node in nodes if node is not None]
         if not given:
-            return None
+            return [None] * world_size if outputs is EACH else None
         first = given[0]
         if len(given) < len(nodes) and not all(op is EACH for op in each_op(outputs)):
             raise _Different
@@ -75,13 +73,24 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
         if isinstance(first, int):
             found.append([MISSING if node is None else node for node in nodes])
             return len(found) - 1
-        parts = [merge([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys]
+        parts = [
+            merge_or_list([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys
+        ]
         if isinstance(first, dict):
             made = dict(zip(keys, parts))
             return defaultdict(first.default_factory, made) if type(first) is defaultdict else type(first)(made)
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
-    def one_by_one(nodes: Sequence[Any]) -> list[Any]:
+    def merge_or_list(nodes: Sequence[Any], outputs: Any) -> Any:
+        num_found = len(found)
+        has_containers = not all(node is None or isinstance(node, int) for node in nodes)
+        if not (outputs is EACH and has_containers):
+            try:
+                return merge(nodes, outputs)
+            except _Different:
+                if outputs is not EACH:
+                    raise
+        del found[num_found:]
         everyone: list[Any] = [None] * world_size
         for k, node in enumerate(nodes):
             positions, structure = flatten(node)
@@ -92,7 +101,7 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
         return everyone
 
     try:
-        merged = merge(skeletons, outputs)
+        merged = merge_or_list(skeletons, outputs)
     except _Different:
         return None
     order, structure = flatten(merged)

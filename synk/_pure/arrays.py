@@ -1,15 +1,19 @@
-"""Arrays on their way to shared memory: checks of values and dtypes. Pure NumPy."""
+"""Arrays on their way to shared memory: checks of values and dtypes, large copies. Pure NumPy."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.exact import RULE, exact_array, has_own_meaning, plain_form
+from synk._pure.interrupts import deferred
 from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
+
+PARALLEL_NBYTES = 1 << 24
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
@@ -107,3 +111,30 @@ def _why_not(value: Any, array: np.ndarray) -> str:
         f"got dtype object{kind}, expected numbers, text or records of equal shape. Ragged lists and generators have "
         "no rows: make it an array to divide it, or pass it whole to every rank, as a broadcast input (bcast_inputs)."
     )
+
+
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy ``source`` into ``target`` of the same shape. Two threads copy large arrays: NumPy frees the GIL."""
+    if target.nbytes < PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
+        np.copyto(target, source, casting="unsafe")  # the byte order is all that a cast can change here
+        return
+    half, is_over = len(target) // 2, False
+
+    def copy_rest() -> None:
+        if not is_over:
+            np.copyto(target[half:], source[half:], casting="unsafe")
+
+    thread = threading.Thread(target=copy_rest)
+    with deferred():  # The thread must not outlive the operation: it would overwrite what is copied next.
+        try:
+            try:
+                thread.start()
+            except RuntimeError:  # the system refuses another thread
+                half = len(target)
+            np.copyto(target[:half], source[:half], casting="unsafe")
+            if half < len(target):
+                thread.join()
+        finally:  # a signal handler may have raised, in the start of the thread, too
+            is_over = True
+            if thread.is_alive():
+                thread.join()

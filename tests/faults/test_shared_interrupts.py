@@ -11,6 +11,7 @@ import operator
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from support.rank_arrays import assert_same, everywhere
 from support.seeds import WHOLE_OR_SAMPLE
 
 import synk
+from synk._pure.arrays import copy_into
 
 Fork = Callable[..., Any]
 
@@ -186,3 +188,19 @@ def test_a_signal_at_any_point_of_an_operation(
                         interrupt(rt, name, nth, number, other_thread)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large arrays are copied by two threads: the other one must not write after the operation was interrupted."""
+    source = np.arange(1 << 22)
+    target, start = np.zeros_like(source), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_into(target, source)
+    assert threading.active_count() == 1
+    np.testing.assert_array_equal(target, source)
