@@ -70,9 +70,12 @@ def pipe() -> tuple[Descriptor, Descriptor]:
 def packet_pair() -> tuple[socket.socket, Descriptor]:
     """Return the two ends of a new socket pair that preserves message boundaries."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        other = Descriptor(theirs.detach())
-        return socket.socket(fileno=above_streams(ours.detach())), other
+    if min(ours.fileno(), theirs.fileno()) <= 2:  # it took the place of a standard stream, and keeps it meanwhile
+        with ours, theirs:
+            return packet_pair()
+    with theirs:
+        (other,) = owned(map(os.dup, [theirs.fileno()]))
+    return ours, other
 
 
 def eventfd() -> Descriptor:
