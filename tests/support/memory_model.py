@@ -400,7 +400,6 @@ def recv_message(count: int, is_dozing: bool, offered: str = "") -> Block:
     is_there = block("Mailbox.is_there", note("call has_left"), _as_call(looks), note("call fail"))
     return block(
         "Mailbox.finish",
-        *(note("call has_begun"), note("load written"), note("load read"), note("call _take_in")),
         *(note("call post"), wait(RECEIVER, [is_there], is_dozing, acts)),
     )
 

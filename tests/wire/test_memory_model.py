@@ -282,7 +282,7 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
 
 # A collective writes into the half of the next meeting, meets, and reads the others' data: as _meet_once in the model.
 COLLECTIVES = {
-    "ShmCollectives._reduce_scatter": ("call _publish_shares", "call meet_steps", "call _fold_share"),
+    "ShmCollectives._reduce_blocks": ("call _publish_shares", "call meet_steps", "call _fold_share"),
     # the result goes into the rank's other half, which the next meeting shows
     "ShmCollectives._reduce_shares": (
         *("call _publish_shares", "call meet_steps", "load halves", "call _fold_share", "load halves"),
