@@ -16,11 +16,10 @@ from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
 from synk._engine.data import Data
-from synk._engine.entrance import refuse_limit
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.resident import Resident, make_resident
-from synk._engine.session import Session, watch_over
+from synk._engine.session import Session, refuse_limit, watch_over
 from synk._engine.shared import Shared
 from synk._engine.variables import Variable
 from synk._processes.placement import place

@@ -34,7 +34,7 @@ def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         values = [collectives.gather(variable, 0) for variable in shards]
     if not shards:
         return function._run(positional, named, options)
-    whole = function._with_one_more(Whole, tuple(variable.id for variable in shards))
+    whole = function._with_one_more(Whole, tuple(variable.number for variable in shards))
     return whole._run((tuple(values), *positional), named, options)
 
 

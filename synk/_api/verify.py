@@ -135,12 +135,12 @@ def verify(
     rows = [part.num_rows for part in parts]
     compared = list(outputs_of(callee.outputs, [expected, result, *(part.value for part in parts)]))
     judged = [_judged(path, op, *values, rows=rows, tolerance=tolerance) for path, op, values in compared]
-    ops = {variable._referent.id: op for variable, op in function._options.variables}
-    for variable in sorted(runs.variables, key=lambda each: each.id):
-        own = [part.assigned.get(variable.id, MISSING) for part in parts]
-        wanted = assigned.get(variable.id, MISSING)
+    ops = {variable._referent.number: op for variable, op in function._options.variables}
+    for variable in sorted(runs.variables, key=lambda each: each.number):
+        own = [part.assigned.get(variable.number, MISSING) for part in parts]
+        wanted = assigned.get(variable.number, MISSING)
         if any(each is not MISSING for each in [*own, wanted]):
-            op = "gather" if variable.is_sharded else ops.get(variable.id)
+            op = "gather" if variable.is_sharded else ops.get(variable.number)
             judged.append(_judged_variable(variable, op, own, wanted, rows, tolerance))
     reason = "random" if is_random else "per rank" if callee.per_rank else "different"
     judged = [each if each.verdict != "different" else replace(each, verdict=reason) for each in judged]

@@ -58,7 +58,7 @@ class Captured(NamedTuple):
     @property
     def classes(self) -> list[type]:
         """The classes that resident objects name."""
-        residents = sorted(self.referred.residents, key=lambda resident: resident.id)
+        residents = sorted(self.referred.residents, key=lambda resident: resident.number)
         return [cls for resident in residents for cls in resident.classes]
 
 

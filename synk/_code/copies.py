@@ -15,6 +15,8 @@ from synk._code.facets import Facet, State
 from synk._code.modules import is_of_program
 from synk._code.parcels import Node
 
+_NEVER_COPIED = (type, types.FunctionType, types.ModuleType, types.CellType)
+
 
 def stale_copies(nodes: Sequence[Node], changed: Mapping[int, int]) -> dict[Node, set[int]]:
     """Return the objects that may hold copies of something older, inner ones first.
@@ -31,7 +33,7 @@ def stale_copies(nodes: Sequence[Node], changed: Mapping[int, int]) -> dict[Node
     """
     if not any(map(_is_made_by_own_code, nodes)):
         return {}
-    known = {id(node.obj): node for node in nodes}
+    known = {id(node.obj): node for node in nodes if not isinstance(node.obj, _NEVER_COPIED)}
     held = {key: known.keys() & _held_by(*node.facets) for key, node in known.items()}
     newest: dict[int, int] = {}
     found: dict[Node, set[int]] = {}
@@ -55,7 +57,7 @@ def stale_copies(nodes: Sequence[Node], changed: Mapping[int, int]) -> dict[Node
 def _is_made_by_own_code(node: Node) -> bool:
     """Whether code of the user's makes the ranks' object from a recipe or a state."""
     has_recipe = any(isinstance(facet, State) for facet in node.facets)
-    return has_recipe and not isinstance(node.obj, (type, types.FunctionType)) and is_of_program(type(node.obj))
+    return has_recipe and not isinstance(node.obj, _NEVER_COPIED) and is_of_program(type(node.obj))
 
 
 def _held_by(*facets: Facet) -> set[int]:

@@ -14,7 +14,6 @@ import numpy as np
 from synk._code.culprits import culprit_in
 from synk._engine.data import Contents
 from synk._pure.nested import PLAIN_TYPES, Container, Restored
-from synk._pure.shards import Selection
 from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.parcels import TravelPickler, dumps
@@ -22,6 +21,10 @@ from synk.errors import SerializationError
 
 NEW_NBYTES = 1 << 22
 """Copying that much costs as much as a call that is new. Larger arrays are mapped by name, or copied by rows."""
+
+
+HELD = frozenset({"shard", "replica", "resident"})
+"""The kinds of arguments that the ranks already have."""
 
 
 class Nest(NamedTuple):
@@ -84,9 +87,10 @@ class Argument:
             array = self.contents.array
             return (self.kind, self.contents.segment_id, self.file, array.shape, array.dtype, array.dtype.type)
         if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record
-            return (self.kind, self.array.shape, self.dtype, self.dtype.type, self.tensor_dtype)
-        if self.kind in ("shard", "replica", "resident"):
-            return (self.kind, self.value.id)
+            shape = self.array.shape[1:] if self.kind == "rows" else self.array.shape
+            return (self.kind, shape, self.dtype, self.dtype.type, self.tensor_dtype)
+        if self.kind in HELD:
+            return (self.kind, self.value.number)
         return self.kind
 
     @property
@@ -101,16 +105,6 @@ class Argument:
         """The array, wherever it lies; None if it is not an array."""
         return self.array if self.contents is None else self.contents.array
 
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The shape of the array; None if it is not an array."""
-        array = self.whole_array
-        return None if array is None else array.shape
-
-
-Objects = tuple[bytes, list[memoryview]]
-"""The pickle of a call's broadcast objects, and the arrays in them, which lie beside it."""
-
 
 class ObjectPickler(TravelPickler):
     """Pickles broadcast objects. The memory of tensors goes out of band, like that of arrays."""
@@ -123,19 +117,13 @@ class ObjectPickler(TravelPickler):
         return super().reducer_override(obj)
 
 
-def padded(data: bytes, nbytes: int) -> np.ndarray:
-    """Return a pickle as an array of ``nbytes`` bytes. The bytes after its end are never read."""
-    return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
-
-
-def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[Objects, list[type]]:
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[list[Any], list[type]]:
     """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
 
     Returns
     -------
-    data : bytes
-    buffers : list of memoryview
-        Contiguous, in the order in which the pickle refers to them.
+    parts : list of buffer
+        The pickle, then its buffers: contiguous, in the order in which it refers to them.
     classes : list of type
         The classes that the pickle names.
 
@@ -146,12 +134,11 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     """
     buffers: list[pickle.PickleBuffer] = []
     if all(type(value) in PLAIN_TYPES for value in values):
-        return (pickle.dumps(tuple(values), protocol=5), []), []
+        return [pickle.dumps(tuple(values), protocol=5)], []
     try:
         file = io.BytesIO()
         pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
         pickler.dump(tuple(values))
-        data = file.getvalue()
     except Exception as error:
         for label, value in zip(labels, values):
             try:
@@ -163,16 +150,10 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
                     f"{str(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."
                 ) from inner
         raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
-    return (data, [buffer.raw() for buffer in buffers]), pickler.named
+    return [file.getvalue(), *(buffer.raw() for buffer in buffers)], pickler.named
 
 
-def pack_tables(
-    arguments: Sequence[Argument],
-    selection: Selection | None,
-    bounds: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    name: str,
-) -> None:
+def pack_tables(arguments: Sequence[Argument], division: Any, name: str) -> None:
     """Give each table the packed rows of all ranks that run the call.
 
     No function captures the classes in them, so the pickle itself says how those of the program are now.
@@ -184,11 +165,11 @@ def pack_tables(
     """
     dumps_now = functools.partial(dumps, has_word=True)
     for argument in arguments:
-        if argument.kind == "table" and selection is not None:
-            pickles: list[list[Any]] = [[] for _ in bounds]
+        if argument.kind == "table" and division.selection is not None:
+            pickles: list[list[Any]] = [[] for _ in division.bounds]
             try:
-                for rank in ranks:
-                    rows = selection.between(*bounds[rank])
+                for rank in division.ranks:
+                    rows = division.selection.between(*division.bounds[rank])
                     pickles[rank] = pickled_rows(argument.value, rows, dumps_now)
             except TypeError as error:
                 raise TypeError(
@@ -220,7 +201,3 @@ def classes_in(structure: Any) -> Iterator[type]:
             yield made
         for part in structure.parts:
             yield from classes_in(part)
-
-
-HELD = frozenset({"shard", "replica", "resident"})
-"""The kinds of arguments that the ranks already have."""

@@ -129,11 +129,6 @@ def _by_value(argument: Argument) -> Argument:
 
 def _face(argument: Argument) -> Any:
     nest = None if argument.nest is None else (argument.nest.num_leaves, argument.nest.structure)
-    if argument.contents is None and argument.array is not None:
-        array = argument.array
-        shape = array.shape[1:] if argument.kind == "rows" else array.shape
-        dtype = argument.dtype
-        return argument.kind, shape, dtype, dtype.type, argument.tensor_dtype, argument.keyword, nest
     return argument.key, argument.keyword, nest
 
 

@@ -103,13 +103,11 @@ class Checks:
     def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
         if isinstance(value, Data):
             return self._data(label, keyword, "whole", value)
-        if isinstance(value, Shared):
-            variable = self._owned(label, value)
-            if variable.is_sharded:
-                raise self._misplaced(label, variable, "take it out of bcast_inputs")
-            return Argument(label, keyword, "replica", value=variable)
-        if isinstance(value, Resident):
-            return self._resident(label, keyword, value)
+        if isinstance(value, (Shared, Resident)):
+            argument = self._held(label, keyword, value)
+            if argument.kind == "shard":
+                raise self._misplaced(label, argument.value, "take it out of bcast_inputs")
+            return argument
         self._check_constants(label, value)
         if is_tensor(value) and self._framework == "torch":
             return self._array(label, keyword, value)
@@ -159,11 +157,8 @@ class Checks:
         """Classify a value that is not nested: ``rows`` or ``shard``, or without rows ``whole`` or ``replica``."""
         if isinstance(value, Data):
             return self._data(label, keyword, "rows" if value.ndim else "whole", value)
-        if isinstance(value, Shared):
-            variable = self._owned(label, value)
-            return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
-        if isinstance(value, Resident):
-            return self._resident(label, keyword, value)
+        if isinstance(value, (Shared, Resident)):
+            return self._held(label, keyword, value)
         if isinstance(value, ReadOnlyArray):
             value = value.view(np.ndarray)
         if type(value) is not np.ndarray:
@@ -173,7 +168,8 @@ class Checks:
             caller = self._name if label.isidentifier() else ""
             check_no_list(value, "scatter", f"{label} of {self._name!r}", label, caller)
         argument = self._array(label, keyword, value)
-        if argument.shape:
+        array = argument.whole_array
+        if array is not None and array.ndim:
             argument.kind = "rows"
         return argument
 
@@ -215,15 +211,14 @@ class Checks:
         check_owner(value._session, self._session, value._label, f"{label} of {self._name!r}")
         return Argument(label, keyword, kind, data=value, contents=value._contents)
 
-    def _owned(self, label: str, value: Shared) -> Any:
-        variable = value._referent
-        check_owner(variable.owner, self._session.variables, variable.label, f"{label} of {self._name!r}")
-        return variable
-
-    def _resident(self, label: str, keyword: str, value: Resident) -> Argument:
-        resident = value._referent
-        check_owner(resident.owner, self._session.residents, resident.label, f"{label} of {self._name!r}")
-        return Argument(label, keyword, "resident", value=resident)
+    def _held(self, label: str, keyword: str, value: Handle) -> Argument:
+        """Return what the ranks have already, as an argument: ``shard``, ``replica`` or ``resident``."""
+        held: Any = value._referent
+        is_resident = isinstance(value, Resident)
+        owner = self._session.residents if is_resident else self._session.variables
+        check_owner(held.owner, owner, held.label, f"{label} of {self._name!r}")
+        kind = "resident" if is_resident else "shard" if held.is_sharded else "replica"
+        return Argument(label, keyword, kind, value=held)
 
     def _check_constants(self, label: str, value: Any) -> None:
         """Raise for tensors that require grad in a broadcast argument and its containers, but not in a module."""

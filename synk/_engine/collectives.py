@@ -74,8 +74,7 @@ def shapes(variable: Variable) -> list[Any]:
 
 def broadcast(variable: Variable, value: Any = None) -> None:
     """Give every rank ``value``, or without one the value of rank 0."""
-    if value is not None or not variable.engine.device_values.collective(variable, "broadcast"):
-        variable.unite(variable.leaves(0) if value is None else variable.check(value))
+    variable.unite(variable.leaves(0) if value is None else variable.check(value))
 
 
 def assign(variable: Variable, value: Any) -> None:
@@ -138,8 +137,6 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def all_gather(variable: Variable) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
-    if variable.engine.device_values.collective(variable, "all_gather"):
-        return
     values = variable.all_leaves()
     variable.unite([_joined([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
 
@@ -158,8 +155,7 @@ def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
 
 def all_reduce(variable: Variable, op: str) -> None:
     """Reduce the values of all ranks, and give the result to every rank."""
-    if not variable.engine.device_values.collective(variable, "all_reduce", op):
-        variable.unite(_reduced(variable, op))
+    variable.unite(_reduced(variable, op))
 
 
 def reduce(variable: Variable, op: str, in_place: bool) -> Any:

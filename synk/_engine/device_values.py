@@ -15,7 +15,6 @@ from synk._engine.things import Once
 from synk._engine.variables import Variable
 from synk._processes.output import warn_at_users_line
 from synk._wire.control import Up
-from synk._wire.messages import DEVICE_DTYPES
 from synk.errors import WorkerDied
 
 _COPIES = (
@@ -45,25 +44,6 @@ class DeviceValues:
             session.ask(orders, f"variable {variable.name!r}", "read", session.deadline(None))
         for rank in fetched:
             variable.on_device[rank] = False
-
-    def collective(self, variable: Variable, kind: str, op: str = "") -> bool:
-        """Run a collective by NCCL if there are values on devices and it can. Return whether it did.
-
-        ``"broadcast"`` starts from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
-        """
-        session = self._session
-        if not any(variable.on_device) or not session.nccl.is_usable():
-            return False
-        if len(set(variable.value_shapes)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable.dtypes):
-            return False
-        ranks = range(session.world_size)
-        check_not_lost([variable], [0] if kind == "broadcast" else ranks, f"{kind} variable {variable.name!r}")
-        orders = {rank: Once(session, "collective", (variable.number, kind, op), [variable]) for rank in ranks}
-        told = session.ask(orders, f"variable {variable.name!r}", "collective", session.deadline(None))
-        for rank, (which, found) in told.items():
-            variable.note_assigned(rank, which, found)
-        session.commit([(variable, rank, *found) for rank, found in told.items()])
-        return True
 
     def note_copies(self, call: Any) -> None:
         """Note in the profile what ranks have copied to their devices and back in a call."""

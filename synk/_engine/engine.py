@@ -21,8 +21,8 @@ from synk._engine.device_values import check_not_lost
 from synk._engine.failures import rebuild
 from synk._engine.lanes import Joint, Lane
 from synk._engine.ledger import Transfer
-from synk._engine.outputs import Outputs
-from synk._engine.plan import Plan, pickled
+from synk._engine.outputs import Outputs, loaded_objects
+from synk._engine.plan import Plan
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
 from synk._engine.things import Living, Once, Thing
@@ -32,7 +32,6 @@ from synk._pure.interrupts import deferred
 from synk._pure.places import nbytes_in_place
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
-from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
 from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ON_DEVICE, News
@@ -136,7 +135,7 @@ class Call(Owed):
             return False
         if not engine.has_shared_memory or engine.has_devices:
             return False
-        self._lease = engine.memory.lease_result(outputs.result_nbytes)
+        self._lease, self._root = engine.memory.lease_result(outputs.result_nbytes)
         self._destination = outputs.destination(engine, self.plan.number, self._lease.segment)
         return True
 
@@ -238,7 +237,7 @@ class Call(Owed):
         if self.has_news and any(status > wire.TOLD for status, _, _ in self.replies.values()):
             engine.raise_failures(self)
         outputs = plan.outputs
-        if outputs is None or (outputs.voters is not self.ranks and outputs.voters != self.ranks):
+        if outputs is None or not outputs.fits(self.ranks):
             callee, ranks = self.callee, self.division.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
@@ -250,18 +249,18 @@ class Call(Owed):
         """Have the ranks put large outputs in place, each its share, unless they have written them there."""
         engine, outputs, placed = self.engine, self.plan.outputs, self._placed()
         if len(placed) == len(self.ranks):
-            self._root = self._lease.deliver()
+            self._lease.deliver()
             return
         if placed:  # the others have returned something else than the last time
             back = {rank: Once(engine, "back", self._destination.number) for rank in placed}
             engine.ask(back, self.what, "reduce", self.deadline)
-        self._lease = None
+        self._lease = self._root = None
         if outputs.result_nbytes:
-            lease = engine.memory.lease_result(outputs.result_nbytes)
+            lease, self._root = engine.memory.lease_result(outputs.result_nbytes)
             shares = outputs.reductions(engine, lease.segment, self.division.rows)
             if shares:
                 engine.reduce(shares, self)
-            self._root = lease.deliver()
+            lease.deliver()
 
     def _placed(self) -> list[int]:
         """Return the ranks that have written their large outputs into the result."""
@@ -591,6 +590,3 @@ def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
     needed = nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
-
-
-__all__ = ["Call", "Engine", "Lane", "Question", "pickled", "room_for_objects"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from synk._engine.argument import HELD, Argument, classes_in
+from synk._engine.argument import HELD, Argument, classes_in, pack_tables, pickle_objects
 from synk._engine.arguments import classified, look
 from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
-from synk._engine.plan import Plan, keep, packed_tables, pickled
+from synk._engine.plan import Plan, keep
 from synk._engine.residents import ResidentObject
 from synk._engine.rows import divided
 from synk._engine.session import Session
@@ -20,7 +20,7 @@ from synk._pure.ops import EACH
 PLAIN = CallOptions()
 
 
-def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False) -> Any:
+def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions) -> Any:
     """Run a call and return its result: what ``Function._run`` does, for calls and for what is made of calls."""
     made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
     if made.error is not None and _can_try_again(made.error):
@@ -67,8 +67,7 @@ def _begin(
     made: Call | None = None
     with session.entered(verb):
         try:
-            has_limit = options.timeout is not None or session.timeout is not None
-            deadline = session.deadline(options.timeout) if has_limit else None
+            deadline = session.deadline(options.timeout)
             session.enter_call(verb, deadline)
             made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
@@ -124,7 +123,7 @@ def _sent(
             session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
         )
     if plan.residents or plan.changes:
-        _bring_into_line(session, [*plan.residents, *plan.changes], callee.name)
+        session.residents.bring_into_line([*plan.residents, *plan.changes], f"call {callee.name!r}")
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
     refused = session.after_failed_step(callee) if is_submitted and plan.changes else None
     if refused is None:
@@ -151,7 +150,7 @@ def _made(
     if arguments is None:
         arguments = classified(callee, args, kwargs, session, is_submitted)
     division = divided(session, callee, arguments, options)
-    packed_tables(arguments, division, callee.name)
+    pack_tables(arguments, division, callee.name)
     for argument in arguments:
         if argument.nest is not None:
             callee.meet_classes(classes_in(argument.nest.structure))
@@ -162,22 +161,15 @@ def _made(
     if listed:
         objects = _objects(session, callee, [a.value for a in listed], [a.label for a in listed])
     callee.load(session, None)
-    plan = Plan(session, callee, lane, key, arguments, division, options, callee.object_room, before)
+    plan = Plan(session, callee, lane, arguments, division, options, callee.object_room, before)
     keep(callee, key, plan)
     values = [a.contents if a.contents is not None else a.value if a.array is None else a.array for a in arguments]
     return plan, division, objects, values
 
 
-def _bring_into_line(session: Session, residents: list[ResidentObject], name: str) -> None:
-    """See that all ranks can get the resident objects of a call as they are now."""
-    session.residents.bring_into_line(residents)
-    for resident in residents:
-        resident.check(f"call {name!r}")
-
-
 def _pack_again(plan: Plan, values: list[Any], arguments: list[Argument], division: Any, name: str) -> None:
     """Put the rows of tables in the place of their values."""
-    packed_tables(arguments, division, name)
+    pack_tables(arguments, division, name)
     for k, room in plan.table_rooms.items():
         values[k] = arguments[k].array
         if values[k].shape[1] > room:
@@ -208,7 +200,7 @@ def _uses_state(callee: Callee, values: list[Any], arguments: list[Argument] | N
 
 def _objects(session: Session, callee: Callee, values: list[Any], labels: list[str]) -> list[Any]:
     """Pickle the objects of a call. Their classes count as captured."""
-    parts, classes = pickled(values, labels, callee.name)
+    parts, classes = pickle_objects(values, labels, callee.name)
     if classes:
         callee.meet_classes(classes)
     session.counters["bytes_pickled"] += len(parts[0])

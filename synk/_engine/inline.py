@@ -9,82 +9,33 @@ from typing import Any, ClassVar
 
 from synk._pure.interrupts import waiting
 from synk._rank import failpoints as _failpoints
-from synk._rank.loop import hello_of
-from synk._rank.opening import open_rank
-from synk._rank.rank import Rank
+from synk._rank.loop import hello_of, open_rank
 from synk._wire import orders as wire
 from synk._wire.cell import cell
 from synk._wire.descriptors import Descriptor, owned
 from synk._wire.memory import Segment
 
 
-class InlineLink:
-    """The connection to a rank in this process."""
-
-    is_open = True
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank: Any = rank
-        self._replies: deque[bytes] = deque()
-        self._bodies: dict[int, tuple[Any, list[Descriptor]]] = {}
-
-    def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
-        self._bodies = {number: (content, owned(map(os.dup, [each.fd for each in segments])))}
-        return 0
-
-    def write(self, order: bytes) -> None:
-        """Answer an order."""
-        waiting(self._act, order)
-
-    def _act(self, order: bytes) -> None:
-        number = wire.ORDER.unpack_from(order)[0]
-        body, fds = self._bodies.pop(number, (None, []))
-        try:
-            status, content, segments = self._rank.answer(order, body, fds)
-        finally:
-            cell.worker = None  # Ctrl-C may come at any line
-        if status in wire.WITH_BODY:
-            self._bodies[number] = content, owned(map(os.dup, [each.fd for each in segments]))
-        self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
-        self._rank.lane.wake_sleepers()
-
-    def say(self, number: int, status: int, content: Any) -> None:
-        self._bodies[number] = content, []
-        self._replies.append(wire.REPLY.pack(number, status, *wire.NO_TIMES))
-
-    def read(self, nbytes: int) -> bytes:
-        return self._replies.popleft() if self._replies else b""
-
-    def receive_body(self, number: int) -> tuple[Any, list[Descriptor]]:
-        return self._bodies.pop(number)
-
-    def reset(self) -> None:
-        """Drop what was not read, and what the rank has told."""
-        self._replies.clear()
-        self._bodies.clear()
-        self._rank.variables.abandon()
-        self._rank.slots.clear()
-        self._rank.told_slots.clear()
-
-    def drain(self) -> None:
-        """Do nothing: bodies are taken by their orders."""
-
-    def close(self) -> None:
-        """Drop the rank and its memory: a closed runtime may be kept for long."""
-        self.is_open, self._rank = False, None
-
-
 class InlineProcess:
-    """Plays a rank without a process of its own: what the program does with processes has nothing to do here."""
+    """Plays a rank without a process of its own, and is the connection to it.
+
+    What the program does with processes has nothing to do here.
+    """
 
     is_inline: ClassVar[bool] = True
     exit_text = ""
     started = 0.0
-    link: InlineLink
+    is_open = False
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
-        self._half: Rank | None = None
+        self._rank: Any = None
+        self._replies: deque[bytes] = deque()
+        self._bodies: dict[int, tuple[Any, list[Descriptor]]] = {}
+
+    @property
+    def link(self) -> InlineProcess:
+        return self
 
     def start(self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, extra: dict[str, int]) -> None:
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
@@ -95,8 +46,9 @@ class InlineProcess:
         half.interrupts = KeyboardInterrupt
         half.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
         half.seed = setup["seed"]
-        self._half, self.link = half, InlineLink(half)
-        self.link.say(0, wire.READY, hello_of(half))
+        self._rank, self.is_open = half, True
+        self._bodies[0] = hello_of(half), []
+        self._replies.append(wire.REPLY.pack(0, wire.READY, *wire.NO_TIMES))
 
     def watched(self) -> list[tuple[int, str]]:
         return []
@@ -128,7 +80,45 @@ class InlineProcess:
 
     def close(self) -> None:
         """Drop the rank, and unmap its memory even if closures still refer to it. A second call does nothing."""
-        half, self._half = self._half, None
+        half, self._rank, self.is_open = self._rank, None, False
         if half is not None:
             half.close()
-            self.link.close()
+
+    # -- the connection ------------------------------------------------------------------------------------------------
+
+    def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
+        self._bodies = {number: (content, owned(map(os.dup, [each.fd for each in segments])))}
+        return 0
+
+    def write(self, order: bytes) -> None:
+        """Answer an order."""
+        waiting(self._act, order)
+
+    def _act(self, order: bytes) -> None:
+        number = wire.ORDER.unpack_from(order)[0]
+        body, fds = self._bodies.pop(number, (None, []))
+        try:
+            status, content, segments = self._rank.answer(order, body, fds)
+        finally:
+            cell.worker = None  # Ctrl-C may come at any line
+        if status in wire.WITH_BODY:
+            self._bodies[number] = content, owned(map(os.dup, [each.fd for each in segments]))
+        self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
+        self._rank.lane.wake_sleepers()
+
+    def read(self, nbytes: int) -> bytes:
+        return self._replies.popleft() if self._replies else b""
+
+    def receive_body(self, number: int) -> tuple[Any, list[Descriptor]]:
+        return self._bodies.pop(number)
+
+    def reset(self) -> None:
+        """Drop what was not read, and what the rank has told."""
+        self._replies.clear()
+        self._bodies.clear()
+        self._rank.variables.abandon()
+        self._rank.slots.clear()
+        self._rank.told_slots.clear()
+
+    def drain(self) -> None:
+        """Do nothing: bodies are taken by their orders."""

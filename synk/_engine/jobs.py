@@ -18,10 +18,10 @@ from typing import Any
 
 from synk._engine.callee import Callee
 from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, PoolStats, Rules, waiting
-from synk._engine.entrance import refuse_limit
 from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
 from synk._engine.pool import Pool
+from synk._engine.session import refuse_limit
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
 from synk._wire.looks import ITEM_BITS

@@ -20,10 +20,12 @@ class Joint(Thing):
     """The memory in which the functions of one lane communicate."""
 
     kind = "lane"
+    is_arena = False
+    """Whether the program only reserves the memory, because each node has its own."""
 
     def __init__(self, engine: Any, index: int) -> None:
-        nbytes = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES)
-        self.segment = Segment.create(nbytes, is_worker_writable=True, segment_id=next(engine.numbers))
+        nbytes, number = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES), next(engine.numbers)
+        self.segment = Segment.create(nbytes, is_worker_writable=True, is_arena=self.is_arena, segment_id=number)
         self._index, self._engine = index, engine
         super().__init__(engine, [self.segment])
 

@@ -122,15 +122,9 @@ class PendingCall(Hinting, Generic[R]):
         Exception
             Whatever the call raised, each time you ask; see :class:`synk.Function`.
         """
-        if self._launched is not None:
-            self._wait(timeout)
-        if self._release is not None:
-            self._give_out()
-        error = self._error
+        error = self._awaited_error(timeout)
         if error is None:
             return self._value
-        if self._unasked is not None:
-            self._unasked.error = None
         try:
             raise BaseException.with_traceback(error, None)  # without the frames of earlier times
         finally:
@@ -145,22 +139,21 @@ class PendingCall(Hinting, Generic[R]):
         TimeoutError
             As for :meth:`result`: the call has not ended.
         """
+        return self._awaited_error(timeout)
+
+    def _awaited_error(self, timeout: float | None) -> BaseException | None:
+        """Wait for the call to end, and do what is to be done with its result. If that raises, the call has failed."""
         if self._launched is not None:
             self._wait(timeout)
-        if self._release is not None:
-            self._give_out()
-        if self._unasked is not None:
-            self._unasked.error = None
-        return self._error
-
-    def _give_out(self) -> None:
-        """Do what is to be done with the result. If that raises, the call has failed."""
         release, self._release = self._release, None
         if release is not None and self._error is None:
             try:
                 release(self._value)
             except Exception as error:
                 self._value, self._error = None, error
+        if self._unasked is not None:
+            self._unasked.error = None
+        return self._error
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._arrive().__await__()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._engine.argument import HELD, Argument, pack_tables, pickle_nests, pickle_objects
+from synk._engine.argument import HELD, Argument, pickle_nests
 from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
@@ -79,14 +79,13 @@ class Plan(Thing):
         engine: Any,
         callee: Any,
         lane: Any,
-        key: Any,
         arguments: Sequence[Argument],
         division: Division,
         options: Any,
         object_nbytes: int,
         before: Plan | None,
     ) -> None:
-        self.callee_name, self.key, self.lane = callee.name, key, lane
+        self.lane = lane
         self.what = repr(callee.name)
         self.subset = options.output_subset
         count = division.count
@@ -107,7 +106,7 @@ class Plan(Thing):
         needs: list[Thing | Segment] = [lane.joined()]
         needs += [a.contents.segment for a in arguments if a.contents is not None and a.contents.segment is not None]
         self.segments = frozenset(segment.id for segment in needs if isinstance(segment, Segment))
-        held = [a.value for a in arguments if a.kind in ("shard", "replica", "resident")]
+        held = [a.value for a in arguments if a.kind in HELD]
         self.residents = [each for each in held if each.kind == "resident"] + sorted(
             callee.residents, key=lambda each: int(each.number)
         )
@@ -207,7 +206,7 @@ class Plan(Thing):
             kind = argument.kind
             if kind == "object":
                 found.append(Input(argument.keyword, kind, 0, self.objects.index(k)))
-            elif kind in ("shard", "replica", "resident"):
+            elif kind in HELD:
                 found.append(Input(argument.keyword, kind, argument.value.number))
             elif argument.contents is not None:
                 array, number = argument.contents.array, argument.contents.segment_id
@@ -340,20 +339,6 @@ def _count(value: Any, kind: str) -> int:
     if kind == "array":
         return len(value)
     return len(value.array) if kind == "data" else int(value.shape[0])
-
-
-def packed_tables(arguments: Sequence[Argument], division: Division, name: str) -> bool:
-    """Pack the tables among the arguments, by ranks. Return whether there are any."""
-    if not any(argument.kind == "table" for argument in arguments):
-        return False
-    pack_tables(arguments, division.selection, division.bounds, division.ranks, name)
-    return True
-
-
-def pickled(values: Sequence[Any], labels: Sequence[str], name: str) -> tuple[list[Any], list[type]]:
-    """Return the parts that the objects of a call are sent as: a pickle and its buffers; and the classes in it."""
-    (data, buffers), classes = pickle_objects(list(values), list(labels), name)
-    return [data, *buffers], classes
 
 
 def keep(callee: Any, key: Any, plan: Plan) -> None:

@@ -183,12 +183,7 @@ class Pool:
             session.load(repr(function.name), deadline)
         job.check()
         residents = sorted(function.residents, key=lambda each: each.number)
-        session.residents.bring_into_line(residents)
-        for resident in residents:
-            resident.check(job.verb)
-            lacking = [worker.rank for worker in session.by_rank if resident.number not in worker.known]
-            if lacking:
-                session.ask(dict.fromkeys(lacking, resident), job.verb, "resident", deadline)
+        session.residents.settle(residents, job.verb, deadline)
         self.is_open = True
 
     def _send(self, chunk: Chunk, rank: int) -> None:

@@ -27,14 +27,12 @@ class Repeated:
     ----------
     name : str
         Name of the function.
-    is_silent : bool
-        Whether nothing is told: ``synk.data`` would not help.
     """
 
-    def __init__(self, name: str, *, is_silent: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
         self._passed: dict[str, _Passed] = {}
-        self._has_told = is_silent
+        self._has_told = False
 
     def note(self, label: str, value: np.ndarray) -> None:
         """Note an array that is about to be copied. One that has changed in some samples counts as another one."""

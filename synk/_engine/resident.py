@@ -40,7 +40,7 @@ class Resident(Handle):
     def __init__(self, session: Any, resident: ResidentObject) -> None:
         self._session = session
         self._referent = resident
-        self._reference = (resolve_resident, (resident.id,))
+        self._reference = (resolve_resident, (resident.number,))
 
     @property
     def name(self) -> str:
@@ -72,8 +72,7 @@ class Resident(Handle):
             raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.world_size - 1}.")
         with session.entered(verb):
             session.begin(verb)
-            resident.check(verb)
-            return session.residents.copy_of(resident, rank, session.deadline(None))
+            return session.residents.copy_of(resident, rank, verb, session.deadline(None), "whole")
 
     @verb
     def set(self, value: Any) -> None:
@@ -120,8 +119,7 @@ class Resident(Handle):
         resident.check_has_dump(verb)
         with session.entered(verb):
             session.begin(verb)
-            resident.check(verb)
-            state = session.residents.state_of(resident, 0, session.deadline(None))
+            state = session.residents.copy_of(resident, 0, verb, session.deadline(None), "kept")
         plain_values.check(state, f"resident object {self.name!r}")
         return state
 

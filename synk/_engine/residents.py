@@ -56,10 +56,6 @@ class ResidentObject(Thing):
         owner.add(self)
 
     @property
-    def id(self) -> int:
-        return self.number
-
-    @property
     def label(self) -> str:
         """Its name, for errors."""
         return f"resident object {self.name!r}"
@@ -132,13 +128,13 @@ class Residents(Living[ResidentObject]):
         self.may_lag = False
         self._failed: list[tuple[int, Sequence[ResidentObject], BaseException]] = []  # whose outcome is not known yet
 
-    def bring_into_line(self, residents: Sequence[ResidentObject]) -> None:
+    def bring_into_line(self, residents: Sequence[ResidentObject], verb: str = "") -> None:
         """Read the state of objects that some rank lacks from the lowest rank that has it.
 
         Raises
         ------
         WorkerDied
-            If no rank has it any more.
+            If no rank has it any more, and there is a verb that needs it.
         """
         self.settle_failed()
         workers = self.engine.by_rank
@@ -153,6 +149,8 @@ class Residents(Living[ResidentObject]):
                 )
                 continue
             resident.state, resident.has_changed = self.fetch(resident, having[0], None), False
+        for resident in residents if verb else ():
+            resident.check(verb)
 
     def catch_up(self) -> None:
         """Read the states that some rank lacks before anything else is done: those that have them might die."""
@@ -206,13 +204,16 @@ class Residents(Living[ResidentObject]):
             self.engine.retell(resident.number, others)
         return best
 
-    def settle(self) -> None:
+    def settle(
+        self, residents: Sequence[ResidentObject] | None = None, verb: str = "", deadline: float | None = None
+    ) -> None:
         """Have all ranks load the objects that they lack now, so that an object that cannot be loaded raises here."""
-        self.bring_into_line([*self])
-        for resident in self:
+        residents = [*self] if residents is None else residents
+        self.bring_into_line(residents, verb)
+        for resident in residents:
             lacking = [w.rank for w in self.engine.by_rank if resident.number not in w.known and not resident.lost]
             if lacking:
-                self.engine.ask(dict.fromkeys(lacking, resident), f"resident object {resident.name!r}", "resident")
+                self.engine.ask(dict.fromkeys(lacking, resident), verb or resident.label, "resident", deadline)
 
     def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, wanted: str = "state") -> bytes:
         """Return a pickle of a rank's object; see ``Rank.dumped``."""
@@ -221,18 +222,10 @@ class Residents(Living[ResidentObject]):
         data: bytes = self.engine.ask({rank: dump}, what, "resident", deadline)[rank]
         return data
 
-    def copy_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
-        """Return a copy of a rank's object."""
-        self.bring_into_line([resident])
-        resident.check(f"get resident object {resident.name!r}")
-        return self._loaded(resident, self.fetch(resident, rank, deadline, "whole"), rank)
-
-    def state_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
-        """Return what the object's ``dump`` returns on a rank."""
-        self.bring_into_line([resident])
-        return self._loaded(resident, self.fetch(resident, rank, deadline, "kept"), rank)
-
-    def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
+    def copy_of(self, resident: ResidentObject, rank: int, verb: str, deadline: float | None, wanted: str) -> Any:
+        """Return a copy of a rank's object, or of what its ``dump`` returns; see ``Rank.dumped``."""
+        self.bring_into_line([resident], verb)
+        data = self.fetch(resident, rank, deadline, wanted)
         try:
             return pickle.loads(data)
         except Exception as error:
@@ -244,8 +237,7 @@ class Residents(Living[ResidentObject]):
         """Bring every rank's object into a state."""
         resident.state, resident.lost, resident.has_changed = state, "", False
         self.engine.retell(resident.number)
-        ranks = range(self.engine.world_size)
-        self.engine.ask(dict.fromkeys(ranks, resident), f"set resident object {resident.name!r}", "resident", deadline)
+        self.settle([resident], f"set resident object {resident.name!r}", deadline)
 
     def back_up(self, deadline: float | None) -> None:
         """Keep the state of all objects in the program: all ranks are about to be replaced."""

@@ -24,33 +24,16 @@ _outlived: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDicti
 
 
 @dataclass(eq=False)
-class _Record:
-    """A pool's record of a buffer that it has leased. It does not keep the result alive."""
+class Lease:
+    """A pool's record of a buffer that it has leased for one result. It does not keep the result alive."""
 
     reference: weakref.ref[np.ndarray]
     segment: Segment
     delivered_at: int | None = None  # forks.count when the user got it; None: workers may still write into it
 
-
-@dataclass(frozen=True, eq=False)
-class Lease:
-    """A buffer for one result.
-
-    Attributes
-    ----------
-    segment : Segment
-    root : ndarray of uint8, shape (segment.nbytes,)
-        The base of every view of the result.
-    """
-
-    segment: Segment
-    root: np.ndarray
-    _record: _Record
-
-    def deliver(self) -> np.ndarray:
-        """Return the root once all workers have written their parts. From now on the user may hold views of it."""
-        self._record.delivered_at = forks.count
-        return self.root
+    def deliver(self) -> None:
+        """Note that all workers have written their parts. From now on the user may hold views of the result."""
+        self.delivered_at = forks.count
 
 
 class ResultPool:
@@ -71,7 +54,7 @@ class ResultPool:
 
     def __init__(self, ids: Iterator[int]) -> None:
         self._ids = ids
-        self._leases: dict[int, _Record] = {}  # by ``id()`` of the reference
+        self._leases: dict[int, Lease] = {}  # by ``id()`` of the reference
         # The references append themselves, in any thread and at any time. This happens in C: a callback in Python could
         # be interrupted, and its exception would be lost.
         self._ended: deque[weakref.ref[np.ndarray]] = deque()
@@ -79,12 +62,14 @@ class ResultPool:
         self._retired: deque[Segment] = deque()
         _pools[id(self)] = self
 
-    def take(self, nbytes: int) -> tuple[Lease, list[Segment]]:
+    def take(self, nbytes: int) -> tuple[Lease, np.ndarray, list[Segment]]:
         """Lease a buffer of at least ``nbytes`` bytes.
 
         Returns
         -------
         lease : Lease
+        root : ndarray of uint8
+            The base of every view of the result, as long as the buffer.
         dropped : list of Segment
             Buffers that were given up. The caller tells the workers.
 
@@ -96,7 +81,9 @@ class ResultPool:
         while self._ended:
             ended = self._leases.pop(id(self._ended.popleft()), None)
             if ended is not None:
-                self._take_back(ended)
+                # A result that the user held at a fork may still be read by the child: its memory is not used again.
+                is_forked = ended.delivered_at not in (None, forks.count)
+                (self._retired if is_forked else self._idle).append(ended.segment)
         fitting = [segment for segment in self._idle if nbytes <= segment.nbytes <= 2 * nbytes + (1 << 20)]
         if fitting:
             segment = min(fitting, key=lambda candidate: candidate.nbytes)
@@ -107,40 +94,29 @@ class ResultPool:
         del self._idle[:-_MAX_IDLE]
         while self._retired:
             dropped.append(self._retired.popleft())
-        # Only the lease holds the root. If the caller fails and drops the lease, the reference brings the buffer back,
-        # as it does when the user drops the result.
+        # Only the caller holds the root. If it fails and drops the root, the reference brings the buffer back, as it
+        # does when the user drops the result.
         root = segment.root()
-        record = _Record(weakref.ref(root, self._ended.append), segment)
-        self._leases[id(record.reference)] = record
-        return Lease(segment, root, record), dropped
-
-    def _take_back(self, record: _Record) -> None:
-        # A result that the user held at a fork may still be read by the child, so its memory must not be written again.
-        is_forked = record.delivered_at not in (None, forks.count)
-        (self._retired if is_forked else self._idle).append(record.segment)
-
-    def give_back(self, lease: Lease) -> None:
-        """Take back the buffer of a failed call, whose root a traceback may keep alive. Safe to call more than once."""
-        record = self._leases.pop(id(lease._record.reference), None)
-        if record is not None:
-            self._take_back(record)
+        lease = Lease(weakref.ref(root, self._ended.append), segment)
+        self._leases[id(lease.reference)] = lease
+        return lease, root, dropped
 
     def prepare_fork(self) -> list[MappedFile]:
         """Return the memory of the results that the child will hold. ``forks.count`` must already include the fork."""
         mappings = []
-        for record in list(self._leases.values()):
-            mapping = record.segment.mapping
-            if record.reference() is not None:
-                if record.delivered_at is not None and mapping is not None:
+        for lease in list(self._leases.values()):
+            mapping = lease.segment.mapping
+            if lease.reference() is not None:
+                if lease.delivered_at is not None and mapping is not None:
                     mappings.append(mapping)
-            elif record.delivered_at == forks.count - 1:  # the result has ended before the fork, so no child can see it
-                record.delivered_at = forks.count
+            elif lease.delivered_at == forks.count - 1:  # the result has ended before the fork, so no child can see it
+                lease.delivered_at = forks.count
         return mappings
 
     def close(self) -> None:
         """Drop everything. Leased buffers live on in the user's views."""
-        for record in self._leases.values():
-            mapping = record.segment.release()
+        for lease in self._leases.values():
+            mapping = lease.segment.release()
             if mapping is not None:
                 _outlived[id(mapping)] = mapping
         _pools.pop(id(self), None)

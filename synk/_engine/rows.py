@@ -220,7 +220,7 @@ def assign(
 def closed_over_shards(session: Any, function: Any, deadline: float | None) -> list[Any]:
     """Return the sharded variables that a function closes over. They are known once it has been sent."""
     function.load(session, deadline)
-    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.id)
+    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.number)
 
 
 def check_no_rows(ops: Any, name: str, sources: Sequence[Any]) -> None:

@@ -1,5 +1,7 @@
 """The session is handed to every part of the program's half: the engine, with a lock, and the life of a runtime.
 
+Operations enter it one at a time, in the process that owns it, and not inside a worker.
+
 In one file because it is one object; at the end: what becomes of open sessions when the program ends or forks.
 """
 
@@ -10,6 +12,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -22,7 +25,6 @@ from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
 from synk._engine.device_values import DeviceValues
 from synk._engine.engine import Engine
-from synk._engine.entrance import Entrance
 from synk._engine.group import GRACE_S as NCCL_GRACE_S
 from synk._engine.group import Group
 from synk._engine.pool import Pool
@@ -33,10 +35,12 @@ from synk._engine.things import Once
 from synk._engine.workers import GRACE_S, interrupted
 from synk._processes.output import warn_at_users_line
 from synk._processes.placement import Placement
-from synk._pure.interrupts import deferred, holding
+from synk._pure.interrupts import deferred, holding, waiting
+from synk._pure.limits import lock_s
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
+from synk.backends import unused_gpus
 from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupError, SynkError, UnsupportedError
 
 _COUNTERS = (
@@ -70,12 +74,12 @@ class Memory:
             self.released.popleft()  # last: a signal may break this off, and then it is done again
             self.arenas.sweep()  # which may release memory that nothing lies in any more
 
-    def lease_result(self, nbytes: int) -> Lease:
-        """Lease a buffer for large results."""
-        lease, dropped = self.results.take(nbytes)
+    def lease_result(self, nbytes: int) -> tuple[Lease, np.ndarray]:
+        """Lease a buffer for large results. Return the lease, and the array of which they will be views."""
+        lease, root, dropped = self.results.take(nbytes)
         for old in dropped:
             self._engine.free(old)
-        return lease
+        return lease, root
 
     def close(self) -> None:
         while self.released:
@@ -84,7 +88,7 @@ class Memory:
         self.arenas.close()
 
 
-class Session(Entrance, Engine):
+class Session(Engine):
     """The workers of one runtime, and everything that they share with the program.
 
     It has many attributes, because every part of the program's half is handed it.
@@ -157,11 +161,79 @@ class Session(Entrance, Engine):
                 raise SystemExit  # silently, as if it had begun its call before the program was over
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
+    def counted(self) -> dict[str, int]:
+        """Return the counters as a user sees them: their bytes include those of the messages that have no body."""
+        found = dict(self.counters)
+        for way in ("down", "up"):
+            found[f"bytes_{way}"] += 8 * found[f"messages_{way}"]
+        return found
+
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this process owns the workers, and is not a forked copy of their program."""
+        return os.getpid() == self.pid
+
+    def check_process(self, verb: str) -> None:
+        """Raise ReentrancyError in a forked copy of the program."""
+        if not self.is_own_process:
+            raise ReentrancyError(
+                f"cannot {verb}: this process is a forked copy of the program, and the workers belong to the original."
+            )
+
     def entered(self, verb: str) -> threading.RLock:
-        is_free = not (self.processes.is_closed or self.is_closing or self._lock._is_owned())  # type: ignore[attr-defined]
-        if is_free and cell.worker is None and os.getpid() == self.pid:
-            return self._lock
-        return super().entered(verb)  # which says why not
+        """Return the lock to hold for one operation of a verb (which holds Ctrl-C back). Inside, :meth:`begin` first.
+
+        Raises
+        ------
+        ReentrancyError
+            Inside a worker, in a forked copy, or from a signal handler, finalizer or callback during another operation.
+        ClosedError
+        """
+        refuse_inside_worker(verb)
+        self.check_open(verb)
+        if self.is_mine():
+            raise ReentrancyError(
+                f"cannot {verb} while this thread is in another call: got here from a signal handler, a finalizer or a "
+                "callback of a call. Note there what is to be done, and do it after that call."
+            )
+        return self._lock
+
+    def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
+        """Run ``action`` under the lock if the lock is free within ``timeout`` seconds. Return whether it ran."""
+        if self.is_mine():
+            return False
+        lock = self._lock
+        with holding():
+            try:
+                try:
+                    is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
+                    if is_free:
+                        action()
+                    return is_free
+                finally:
+                    if self.is_mine():
+                        lock.release()
+            finally:  # a signal handler may have raised in the lines above
+                if self.is_mine():
+                    lock.release()
+
+    def is_mine(self) -> bool:
+        """Whether this thread is in an operation."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def deadline(self, timeout: float | None) -> float | None:
+        """Return the monotonic time by which an operation that begins now must end."""
+        if self.is_inline:
+            refuse_limit(timeout)
+        timeout = self.timeout if timeout is None else timeout
+        return None if timeout is None else time.monotonic() + timeout
+
+    def tell_of_unused_gpus(self, name: str) -> None:
+        """Warn, once, that a function that computes with torch runs on the CPU beside GPUs that are not used."""
+        if self._may_miss_gpus:
+            self._may_miss_gpus = False
+            if reason := unused_gpus():
+                warn_at_users_line(f"{name!r} computes with torch on CPU workers: {reason}", RuntimeWarning)
 
     def check_here(self, verb: str, instead: str) -> None:
         """Raise UnsupportedError for what works on one machine only: this one is."""
@@ -182,30 +254,9 @@ class Session(Entrance, Engine):
             return act(*args)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
-        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``.
-
-        Most calls find nothing that has to be done before.
-        """
-        is_quiet = self.is_sure and self.all_ready and self.redo is None and not self.has_devices
-        functions, memory = self.functions, self.memory
-        if (
-            not is_quiet
-            or self.processes.is_closed
-            or self.is_closing
-            or self.is_interrupted
-            or self.pool.is_open
-            or self.residents.may_lag
-            or functions.is_torn
-            or functions.on_restart is not None
-            or functions.dropped
-            or memory.released
-            or self.dropped
-            or self.processes.events()
-        ):
-            self.join(verb, deadline)
-            self.prepare_restarted(deadline)
-        elif not self.is_inline and self.settings.may_differ():
-            self.note_news()
+        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``."""
+        self.join(verb, deadline)
+        self.prepare_restarted(deadline)
 
     def join(self, verb: str, deadline: float | None) -> None:
         """Begin an operation that may join calls in flight."""
@@ -225,11 +276,6 @@ class Session(Entrance, Engine):
             self.device_values.restore()
         if self.residents.may_lag and not self.flight:
             self.residents.catch_up()
-
-    def settle_torn(self) -> None:
-        """Settle what an operation that was broken off has left."""
-        if not self.is_sure or self.redo is not None:
-            self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
 
     def note_failed_step(self, future: Any) -> None:
         """Remember a failed call if it would have changed resident objects."""
@@ -420,6 +466,15 @@ class Session(Entrance, Engine):
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "in the program" if self.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
+
+
+def refuse_limit(timeout: float | None) -> None:
+    """Raise ValueError for a time limit where the program itself is the rank: nobody could end it."""
+    if timeout is not None:
+        raise ValueError(
+            f"cannot limit the time of calls: got timeout={timeout!r} with num_workers=0, expected none, as the "
+            "function runs in the program itself. Leave it out, and press Ctrl-C, or fork workers."
+        )
 
 
 # -- the program ends or forks ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Shared(Handle):
     def __init__(self, session: Any, variable: Variable) -> None:
         self._session = session
         self._referent = variable
-        self._reference = (resolve_variable, (variable.id,))
+        self._reference = (resolve_variable, (variable.number,))
 
     @property
     def name(self) -> str:

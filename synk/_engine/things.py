@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
 
 
-class Registry(Protocol):
-    """What gives things their numbers, and sees them go."""
-
-    numbers: Iterator[int]
-
-    def watch(self, thing: Thing) -> None: ...
-
-
 class Thing:
     """The base of things. Subclasses have a ``kind``, which says what a rank makes of them, and ``told``.
+
+    Parameters
+    ----------
+    registry : Engine
+        What gives things their numbers, and sees them go.
+    needs : sequence of Thing or Segment
 
     Attributes
     ----------
@@ -40,7 +38,7 @@ class Thing:
     is_once = False
     is_current = True
 
-    def __init__(self, registry: Registry, needs: Sequence[Thing | Segment] = ()) -> None:
+    def __init__(self, registry: Any, needs: Sequence[Thing | Segment] = ()) -> None:
         self.number = next(registry.numbers)
         self.needs = tuple(needs)
         registry.watch(self)
@@ -62,7 +60,7 @@ class Once(Thing):
 
     is_once = True
 
-    def __init__(self, registry: Registry, kind: str, payload: Any, needs: Sequence[Thing | Segment] = ()) -> None:
+    def __init__(self, registry: Any, kind: str, payload: Any, needs: Sequence[Thing | Segment] = ()) -> None:
         self.kind, self.payload = kind, payload
         super().__init__(registry, needs)
 

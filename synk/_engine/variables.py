@@ -106,10 +106,6 @@ class Variable(Thing):
         owner.add(self)
 
     @property
-    def id(self) -> int:
-        return self.number
-
-    @property
     def label(self) -> str:
         """Its name, for errors."""
         return f"variable {self.name!r}"

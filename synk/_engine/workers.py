@@ -153,14 +153,18 @@ class Workers:
 
     def enter(self, deadline: float | None = None) -> None:
         """Begin an operation. Afterwards every rank is idle or in calls of ``flight``, and alive as far as is known."""
-        if not self.is_sure or self.redo is not None:
-            self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
+        self.settle_torn()
         self.listen()
         while not self.all_ready:
             if self.has_dead:
                 self._replace()
             self._await_ready(deadline)
         self.note_news()
+
+    def settle_torn(self) -> None:
+        """Settle what an operation that was broken off has left."""
+        if not self.is_sure or self.redo is not None:
+            self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
 
     def note_news(self) -> None:
         """Note what ranks are to be told with their next message: things that have gone, settings that have changed."""

@@ -12,14 +12,13 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from synk._pure.exact import as_recarray
+from synk._pure.nested import build
 from synk._pure.places import taken_from_place
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
+from synk._pure.trees import flatten, unflatten
 from synk._rank import pages
-from synk._rank.failpoints import nothing
-from synk._rank.functions import load_nests
-from synk._rank.inputs import in_framework, nested
 from synk._rank.outputs import Published, RankOutputs
 from synk._rank.slices import run_slices
 from synk._wire import orders as wire
@@ -66,7 +65,6 @@ class RankPlan:
             or any(kind not in ("picked", "whole") for kind in self._kinds)
         )  # fmt: skip
         self._is_simple = look.num_slices == 1 and not self.function.updates
-        self._is_plain = self._is_simple and self._takes_views and not self.nests and not self._keywords
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
         self.outputs = self.outputs_type(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
@@ -146,6 +144,7 @@ class RankPlan:
         low, high = part
         values: list[Any]
         if self._takes_views:
+            # A new view for each input: if anything refers to one after the call, the function has kept it.
             values = [
                 base[low:high] if kind == "picked" else base[...]  # type: ignore[index]
                 for base, kind in zip(self.bases, self._kinds)
@@ -222,23 +221,14 @@ class RankPlan:
         low, high = self._rows = numbers[0], numbers[1]
         rank.begin_call(self, number)  # it lets go of the plan before, whose views of these inputs count no more
         self._num_references = sum(map(sys.getrefcount, self._watched))
-        look, function = self.look, self.function
+        look = self.look
         if look.changes:
             rank.changes.begin(number, rank.residents, look.changes)
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
-        if rank.failpoint is not nothing:
-            rank.failpoint("call.before_function")
+        rank.failpoint("call.before_function")
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
-        if self._is_plain:
-            # A new view for each input: if anything refers to one after the call, the function has kept it.
-            arguments = [
-                base[low:high] if kind == "picked" else base[...]  # type: ignore[index]
-                for base, kind in zip(self.bases, self._kinds)
-            ]
-            result = function.fn(*arguments)
-            del arguments
-        elif self._is_simple:
+        if self._is_simple:
             args, kwargs = self._arguments(rank, objects, Part(low, high), numbers)
             result = self._called(rank, args, kwargs)
             del args, kwargs
@@ -321,3 +311,35 @@ class RankQuestion:
 
     def leave(self, rank: Any) -> None:
         pass
+
+
+def in_framework(value: Any, convert: Callable[[Any], Any], xp: Any) -> Any:
+    """Return a broadcast object in which arrays, nested in tuples, lists and dicts, are the framework's."""
+    if not isinstance(value, (tuple, list, dict)):
+        return value
+    leaves, structure = flatten(value)
+    return unflatten(structure, [convert(leaf) if type(leaf) in (np.ndarray, xp.ndarray) else leaf for leaf in leaves])
+
+
+def nested(values: list[Any], nests: Sequence[tuple[int, int, Any]]) -> list[Any]:
+    """Return the arguments of a call whose leaves are ``values``."""
+    arguments: list[Any] = []
+    done = 0
+    for first, num_leaves, structure in nests:
+        arguments += values[done:first]
+        done = first + num_leaves
+        arguments.append(build(structure, iter(values[first:done])))
+    return arguments + values[done:]
+
+
+def load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
+    """Unpickle the structure of nested arguments. This runs code of the user's classes."""
+    try:
+        return pickle.loads(data) if data else ()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise SerializationError(
+            f"cannot load the structure of the arguments of {name!r} on the workers: {type(error).__name__}: {error}. "
+            "Keys and classes of nested arguments must be importable there, or defined in the script."
+        ) from error

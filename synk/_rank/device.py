@@ -27,7 +27,6 @@ from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ON_DEVICE, Share, spare_of
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, Leaf
-from synk._wire.variables import Shapes, shapes_of
 
 if TYPE_CHECKING:
     from synk.cuda._collectives import NcclCollectives
@@ -208,10 +207,6 @@ class DeviceReplica(Replica):
         # The value in the first arrays is not touched. The copies are only queued on the device; the rank waits for
         # them before it replies.
         which = spare_of(self._front)
-        self._store_at(which, pending)
-        return super().write_back(pending) if self._is_shown() else (which + ON_DEVICE, None)
-
-    def _store_at(self, which: int, pending: Sequence[Any]) -> None:
         xp = self._store.backend.xp
         _, targets = self._device.get(which, (-1, []))
         if [target.shape for target in targets] != [source.shape for source in pending]:
@@ -220,6 +215,7 @@ class DeviceReplica(Replica):
             target[...] = source
         known = {self._front: self._device[self._front]} if self._front in self._device else {}
         self._device = {**known, which: (int(self._counts[which]), targets)}
+        return super().write_back(pending) if self._is_shown() else (which + ON_DEVICE, None)
 
     def note_written(self, which: int, found: Any, made: Segment | None) -> None:
         super().note_written(which % ON_DEVICE, found, made)
@@ -234,30 +230,6 @@ class DeviceReplica(Replica):
         if self._known.is_sharded or participates.all():
             return False
         return int(participates.argmax()) == self._store.rank
-
-    def collective(self, kind: str, op: str, by_group: NcclCollectives) -> tuple[int, Shapes]:
-        """Do this rank's part of a collective over the variable. Return where the new value lies, and its shapes."""
-        with by_group.guard():
-            if kind == "broadcast":
-                new = by_group.broadcast_all(self._broadcast_leaves(), 0)
-            else:
-                leaves = [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
-                if kind == "all_reduce":
-                    new = by_group.reduce_all([(leaf, op, None) for leaf in leaves])
-                else:
-                    new = [stack.reshape(-1, *stack.shape[2:]) for stack in by_group.gather_all(leaves)]
-        which, found = spare_of(self._front), shapes_of(new)
-        self._store_at(which, new)
-        self._store.backend.synchronize()
-        self.note_written(which, found, None)
-        return which + ON_DEVICE, found
-
-    def _broadcast_leaves(self) -> list[Any]:
-        """Return the value on rank 0, and empty arrays for it elsewhere, where the value may be lost."""
-        if self._store.rank == 0:
-            return [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
-        empty = self._store.backend.xp.empty
-        return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
 
     def fetch(self) -> None:
         """Copy the value to its place in shared memory."""
@@ -282,7 +254,6 @@ class DeviceRank(Rank):
     plan_type, reduction_type, replica_type = DevicePlan, DeviceReduction, DeviceReplica
     questions = Rank.questions | {
         "fetch": lambda rank, variable: rank.variables.get(variable).fetch(),
-        "collective": lambda rank, asked: rank.variables.get(asked[0]).collective(*asked[1:], rank.by_group),
         "join": lambda rank, asked: rank.join(*asked),
     }
 

@@ -1,9 +1,8 @@
-"""Functions and plans as a rank holds them: views of shared memory, ready to be cut into rows."""
+"""Functions as a rank holds them."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from synk._pure.ops import EACH
@@ -11,7 +10,6 @@ from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._rank.reading import Reading
 from synk.backends import Backend
-from synk.errors import SerializationError
 
 
 class LoadedFunction:
@@ -43,16 +41,3 @@ class LoadedFunction:
 
 def _is_nothing(value: Any) -> bool:
     return False
-
-
-def load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
-    """Unpickle the structure of nested arguments. This runs code of the user's classes."""
-    try:
-        return pickle.loads(data) if data else ()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise SerializationError(
-            f"cannot load the structure of the arguments of {name!r} on the workers: {type(error).__name__}: {error}. "
-            "Keys and classes of nested arguments must be importable there, or defined in the script."
-        ) from error

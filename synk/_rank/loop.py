@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from synk._rank import process
-from synk._rank.failpoints import arm, nothing
+from synk._rank.failpoints import arm
 from synk._rank.failures import pack_failure
-from synk._rank.opening import open_rank
 from synk._rank.rank import Rank
 from synk._version import __version__
 from synk._wire import orders as wire
@@ -26,6 +25,7 @@ from synk._wire.lifeline import tie_to_program
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._wire.patience import Patience
+from synk.backends import backend_module
 from synk.errors import SharedMemoryError
 
 AGAIN_S = 0.05
@@ -86,6 +86,16 @@ def _started(setup: dict[str, Any]) -> Rank:
     return rank
 
 
+def open_rank(rank: int, world_size: int, backend_name: str, device: str, *others: Any) -> Rank:
+    """Open the device of a rank, and return the rank; ``others`` are the last arguments of ``Rank``."""
+    backend = backend_module(backend_name).open_device(device)
+    if not backend.is_device:
+        return Rank(rank, world_size, backend, *others)
+    from synk._rank.device import DeviceRank  # CPU workers need none of it
+
+    return DeviceRank(rank, world_size, backend, *others)
+
+
 def hello_of(rank: Rank) -> bytes:
     """Return what a rank says first."""
     versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
@@ -113,8 +123,7 @@ def _serve(rank: Rank, link: wire.Link, program_fd: int, spin_s: float) -> None:
             return
         if not _answer(rank, link, order):
             return
-        if rank.failpoint is not nothing:
-            rank.failpoint("call.after_reply")
+        rank.failpoint("call.after_reply")
         rank.lane.wake_sleepers()
         count += 1
         if count % _RSS_INTERVAL == 1:
@@ -140,8 +149,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
     status, content, segments = rank.answer(order, body, fds)
     del body
     process.flush_output()
-    if rank.failpoint is not nothing:
-        rank.failpoint("call.before_reply")
+    rank.failpoint("call.before_reply")
     if status in wire.WITH_BODY:
         try:
             link.send_body(number, content, segments)

@@ -91,10 +91,6 @@ class Peers:
         if has_started and self.group is not None and lane.has_group:
             self.group.give_up()
 
-    def ranks(self, lane: Any) -> tuple[int, ...]:
-        """Return the ranks that run the current call."""
-        return lane.ranks
-
     def leave_call(self, lane: Any) -> None:
         """Say that this rank has left the call, so that no rank waits for it. Sleepers are woken after the reply."""
         rank, call = self._rank, lane.first_down[_CALL]

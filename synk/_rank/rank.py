@@ -176,11 +176,9 @@ class Rank:
                     self._say(plan)
                     return wire.DONE, None, ()
                 held = self.held[plan]
-                if self.failpoint is not nothing:
-                    self.failpoint("call.received")
+                self.failpoint("call.received")
                 status, content, segments, note = held.answer(self, number, in_place, wire.ROWS.unpack_from(order, 48))
-                if self.failpoint is not nothing:
-                    self.failpoint("call.published")
+                self.failpoint("call.published")
                 self.running = 0
             except self.interrupts:
                 self._give_up(number)
@@ -351,8 +349,8 @@ class Rank:
             self._parcels.discard(number)
             return
         held = self.held.pop(number, None)
-        self.variables.forget([number])
-        self.residents.forget([number])
+        self.variables.forget(number)
+        self.residents.forget(number)
         if isinstance(held, Segment):
             self.backend.forget_segment(held)
             held.close()
@@ -401,8 +399,7 @@ class Rank:
         if self.variables.given:
             self.variables.check_given()
         self.own_up[_PHASE] = _PUBLISHING
-        if self.failpoint is not nothing:
-            self.failpoint("call.after_function")
+        self.failpoint("call.after_function")
 
     def check_interrupt(self, number: int) -> None:
         """From here on SIGINT may end the call; if it came before, end it now."""

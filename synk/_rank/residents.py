@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._wire import parcels
@@ -70,9 +70,8 @@ class RankResidents:
     def get(self, number: int) -> RankResident:
         return self._objects[number]
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._objects.pop(number, None)
+    def forget(self, number: int) -> None:
+        self._objects.pop(number, None)
 
     def told(self, number: int, payload: Any) -> None:
         """Take in an object, or the state of one. Functions may hold the object already, so it stays the same."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -269,11 +269,10 @@ class VariableStore:
             replica = self._replicas[variable_id] = self._replica_type(self)
         return replica
 
-    def forget(self, variable_ids: Iterable[int]) -> None:
-        for variable_id in variable_ids:
-            replica = self._replicas.pop(variable_id, None)
-            if replica is not None:
-                replica.close()
+    def forget(self, variable_id: int) -> None:
+        replica = self._replicas.pop(variable_id, None)
+        if replica is not None:
+            replica.close()
 
     def close(self) -> None:
         """Release the shared memory of all variables. Closures of functions may still refer to them."""

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from synk._engine.engine import Call
-from synk._engine.lanes import Lane
+from synk._engine.lanes import Joint, Lane
 from synk._engine.processes import Worker
 from synk._engine.session import Session
 from synk._engine.things import Once, Thing
@@ -30,31 +30,18 @@ from synk._rank.outputs import RankReduction
 from synk._wire import orders as wire
 from synk._wire.control import Down
 from synk._wire.looks import COMMON_B
-from synk._wire.memory import Segment
 from synk._wire.variables import leaf_offsets
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
-from synk.communicators._layout import required_nbytes
 from synk.errors import CallCancelled, UnsupportedError, WorkerDied
 
 ALONE_S = 0.2
 """How long ranks may go on when another one has failed."""
 
-_COLLECTIVE_RANK_NBYTES = 1 << 22
 
-
-class NodeJoint(Thing):
+class NodeJoint(Joint):
     """The memory in which the functions of one lane communicate: each node has one of its own."""
 
-    kind = "lane"
-
-    def __init__(self, engine: Any, index: int) -> None:
-        nbytes = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES)
-        self.segment = Segment.create(nbytes, is_worker_writable=True, is_arena=True, segment_id=next(engine.numbers))
-        self._index, self._nodes = index, engine.processes.nodes
-        super().__init__(engine, [self.segment])
-
-    def told(self, rank: int) -> tuple[Any, Sequence[Any]]:
-        return (self._index, self.segment.id), ()
+    is_arena = True
 
     def abort(self) -> None:
         """Have ranks that wait for others give up."""
@@ -65,7 +52,7 @@ class NodeJoint(Thing):
         self._say("reset")
 
     def _say(self, what: str) -> None:
-        for node in self._nodes:
+        for node in self._engine.processes.nodes:
             node.say(what, node.share(self.segment))
             node.flush()
 

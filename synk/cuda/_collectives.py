@@ -134,7 +134,7 @@ class NcclCollectives(Collectives):
     def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int = -1) -> Steps:
         yield from self.agree_steps(kind, dtype_name(send.dtype), send.size, peer=root)
         with self.guard():
-            return (self.gather_all([send], place) if root < 0 else self.broadcast_all([send], root, place))[0]
+            return self._gathered(send, place) if root < 0 else self._broadcast(send, root, place)
 
     def joined(self, value: Any) -> Any:
         if type(value) is not Beside:
@@ -165,10 +165,6 @@ class NcclCollectives(Collectives):
         self._num_launched += 1
         getattr(self._communicator, kind)(*args, stream=self._device.stream_handle)
 
-    def reduce_all(self, items: Sequence[Item]) -> list[Any]:
-        """Reduce contiguous arrays of all ranks, each ``(array, op, weight)``. Return the results."""
-        return self._reduce("all_reduce", items)
-
     def reduce_blocks(self, items: Sequence[Item]) -> list[Any]:
         """Reduce flat arrays, each ``(array, op, weight)``, and return this rank's block of each.
 
@@ -176,24 +172,19 @@ class NcclCollectives(Collectives):
         """
         return self._reduce("reduce_scatter", [(self._padded(array), op, weight) for array, op, weight in items])
 
-    def gather_all(self, arrays: Sequence[Any], place: Any = None) -> list[Any]:
-        """Return contiguous arrays of all ranks stacked, shape ``(size, *shape)``; ``place``: where one result goes."""
-        outs = [place] if place is not None else [self._xp.empty((self._size, *a.shape), a.dtype) for a in arrays]
-        with self._communicator.group():
-            for array, out in zip(arrays, outs):
-                self._launch("all_gather", self._buffer(array), self._buffer(out))
-        return outs
+    def _gathered(self, array: Any, place: Any = None) -> Any:
+        """Return contiguous arrays of all ranks stacked, shape ``(size, *shape)``, in ``place`` if there is one."""
+        out = self._xp.empty((self._size, *array.shape), array.dtype) if place is None else place
+        self._launch("all_gather", self._buffer(array), self._buffer(out))
+        return out
 
-    def broadcast_all(self, arrays: Sequence[Any], root: int, place: Any = None) -> list[Any]:
-        """Return copies of rank ``root``'s contiguous arrays; ``place``: where a single one goes."""
-        outs = [place] if place is not None else [self._xp.empty(array.shape, array.dtype) for array in arrays]
-        for array, out in zip(arrays, outs):
-            if self._communicator.rank == root and out is not array:
-                out[...] = array
-        with self._communicator.group():
-            for out in outs:
-                self._launch("broadcast", self._buffer(out), root)
-        return outs
+    def _broadcast(self, array: Any, root: int, place: Any) -> Any:
+        """Return a copy of rank ``root``'s contiguous array, in ``place`` if there is one."""
+        out = self._xp.empty(array.shape, array.dtype) if place is None else place
+        if self._communicator.rank == root and out is not array:
+            out[...] = array
+        self._launch("broadcast", self._buffer(out), root)
+        return out
 
     def _reduce(self, kind: str, items: Sequence[Item], place: Any = None, *root: int) -> list[Any]:
         """Reduce all items in one launch. A single result goes to ``place`` if NCCL can write it there."""
@@ -215,8 +206,7 @@ class NcclCollectives(Collectives):
 
     def _product(self, array: Any, num_blocks: int) -> Any:
         """Return the product of complex arrays of all ranks, or this rank's block of it. NCCL lacks it."""
-        (stack,) = self.gather_all([array.reshape(-1)])
-        product = functools.reduce(lambda x, y: x * y, stack)
+        product = functools.reduce(lambda x, y: x * y, self._gathered(array.reshape(-1)))
         return product if num_blocks == 1 else product.reshape(num_blocks, -1)[self._communicator.rank]
 
     def _padded(self, array: Any) -> Any:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from synk.backends._assignment import choose
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
@@ -104,32 +103,14 @@ def _asked(visible: str | None, order: str | None) -> Gpus:
     return Gpus(tuple(devices), (version // 1000, version % 1000 // 10))
 
 
-def choose_devices(
-    visible: Sequence[Device], num_workers: int | None = None, devices: Sequence[Any] | None = None
-) -> tuple[Device, ...]:
-    """Return the device of each rank.
-
-    Parameters
-    ----------
-    visible : sequence of Device
-        From ``visible_gpus``.
-    num_workers : int, optional
-        Use the first ``num_workers`` visible devices. By default all of them, or one worker for each of ``devices``.
-    devices : sequence, optional
-        One device for each rank: an index among the visible devices, ``"cuda:<index>"``, or a (shortened) uuid. A
-        device may appear several times. Then its workers share it.
+def is_named(device: Device, given: Any) -> bool:
+    """Whether a device is meant by an index among the visible devices, ``"cuda:<index>"``, or a (shortened) uuid.
 
     Raises
     ------
-    ValueError
-        If there are fewer devices than workers, or a device is not visible.
     TypeError
-        If ``devices`` holds anything else.
+        If it is anything else.
     """
-    return tuple(choose(visible, num_workers, devices, _is_named))
-
-
-def _is_named(device: Device, given: Any) -> bool:
     if isinstance(given, str):
         return str(device) == given or (given.startswith(("GPU-", "MIG-")) and device.uuid.startswith(given))
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -163,7 +144,7 @@ def explain_absence(gpus: Gpus, *, has_cupy: bool) -> str:
     if major < _MIN_CUDA_MAJOR:
         return f"no GPU in use: the driver runs CUDA {major}.{minor}, synk needs {_MIN_CUDA_MAJOR} or later."
     if not has_cupy:
-        return f"no GPU in use: CuPy is not installed. {install_command(gpus)}"
+        return f'no GPU in use: CuPy is not installed. pip install "synkhronos[cuda{min(major, _MAX_CUDA_MAJOR)}]"'
     return ""
 
 
@@ -184,8 +165,3 @@ def gpu_lines(*, has_cupy: bool) -> list[str]:
         lines += [f"  {each}  {each.name}, {each.memory_nbytes / 2**30:.1f} GiB, {each.uuid}" for each in gpus.devices]
         lines += [f"  {line}" for line in [_peer_line(gpus.devices)] if line]
     return lines
-
-
-def install_command(gpus: Gpus) -> str:
-    """Return the command that installs the GPU packages for the driver that is here."""
-    return f'pip install "synkhronos[cuda{min(gpus.cuda_version[0], _MAX_CUDA_MAJOR)}]"'

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from synk.backends._assignment import DeviceAssignment
-from synk.cuda._devices import VISIBLE_VARIABLE, choose_devices, cpus_near, explain_absence, gpu_lines, visible_gpus
+from synk.backends._assignment import DeviceAssignment, choose
+from synk.cuda._devices import VISIBLE_VARIABLE, cpus_near, explain_absence, gpu_lines, is_named, visible_gpus
 from synk.cuda._nccl import nccl_environment
 from synk.errors import UnsupportedError
 
@@ -38,25 +38,22 @@ def unused_gpus() -> str:
 
 
 def notice_of_memory_held_here() -> str:
-    """Return what to tell a program that itself holds memory of GPUs on which its workers are to compute."""
-    held = memory_held_here()
-    if not held:
-        return ""
-    return (
-        f"this program itself holds {held / 2**20:.0f} MiB of device memory, which its workers lack. Make tensors "
-        "and models on the CPU and pass them to functions; free what is there (del, torch.cuda.empty_cache())."
-    )
+    """Return what to tell a program that itself holds memory of GPUs on which its workers are to compute.
 
-
-def memory_held_here() -> int:
-    """Return how many bytes of device memory torch and CuPy hold in this process. It makes no call that begins CUDA."""
+    This makes no call that begins CUDA.
+    """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     nbytes = 0
     if torch is not None and torch.cuda.is_initialized():
         nbytes += sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
     if cupy is not None and uses_cuda():
         nbytes += cupy.get_default_memory_pool().total_bytes()
-    return int(nbytes)
+    if not nbytes:
+        return ""
+    return (
+        f"this program itself holds {nbytes / 2**20:.0f} MiB of device memory, which its workers lack. Make tensors "
+        "and models on the CPU and pass them to functions; free what is there (del, torch.cuda.empty_cache())."
+    )
 
 
 def uses_cuda() -> bool:
@@ -76,13 +73,13 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
     UnsupportedError
         If no GPU can be used.
     ValueError, TypeError
-        As for ``choose_devices``.
+        As for ``choose`` and ``is_named``.
     """
     gpus = visible_gpus()
     problem = explain_absence(gpus, has_cupy=has_cupy())
     if problem:
         raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
-    chosen = choose_devices(gpus.devices, num_workers, devices)
+    chosen = choose(gpus.devices, num_workers, devices, is_named)
     sharing = max(collections.Counter(device.bus for device in chosen).values())  # also MIG instances of one GPU
     # By default JAX takes three quarters of the memory when it starts, from CuPy and from other ranks.
     shared = {_JAX_VARIABLE: "false"} | nccl_environment(os.environ, ranks_per_device=sharing)

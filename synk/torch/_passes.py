@@ -7,7 +7,6 @@ a pass leaves them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,8 +103,7 @@ class _Run:
         named = zip(order.names, (*parameters, *tensors[num_whole:]))
         values = {f"module.{name}": tensor for name, tensor in named}
         seed_generators(*order.seed, comm.ranks[comm.rank])
-        is_cast = order.autocast is not None
-        cast = torch.autocast(rows[0].device.type, order.autocast) if is_cast else contextlib.nullcontext()
+        cast = torch.autocast(rows[0].device.type, order.autocast, enabled=order.autocast is not None)
         with torch.set_grad_enabled(order.has_grad), cast:
             before = [each._version for each in parameters]
             result = torch.func.functional_call(module, values, args, kwargs)

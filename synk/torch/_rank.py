@@ -135,7 +135,7 @@ class RankReplica:
         """
         modules = [obj for obj in self.objects if states.is_module(obj)]
         named = [(type(module).__name__, *pair) for module in modules for pair in module.named_parameters()]
-        named = [each for each in named if each[-1].requires_grad]
+        named = [each for each in named if each[-1].requires_grad and each[-1].numel()]
         own = np.array([_is_apart(parameter.detach(), self.num_steps) for _, _, parameter in named], np.int64)
         for place in np.flatnonzero(comm.all_reduce(own, "max")):
             model, name, _ = named[place]
@@ -226,9 +226,8 @@ def _bring_to_device(objects: Sequence[Any]) -> None:
 
 def _wait_for_device() -> None:
     """Wait until copies made here are done. Calls run on a stream of their own, which does not wait for them."""
-    for device in (torch.cuda, torch.xpu):
-        if device.is_initialized():
-            device.synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def seed_generators(*numbers: int) -> None:

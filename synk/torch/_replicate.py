@@ -213,8 +213,6 @@ class Replicated:
         """
         if fn is None:
             return functools.partial(self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
-        if not callable(fn):
-            raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
         return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
 
     # -- the program's objects ----------------------------------------------------------------------------------------

@@ -569,6 +569,16 @@ PROGRAMS: dict[str, str] = {
         change: held.other.log.append(n)
         read: repr((held.log, held.other.log))
     """,
+    "named tuples of functions that name each other": """
+        class Case(typing.NamedTuple):
+            body: typing.Any
+            log: typing.Any
+        def first(n=1): return [*rates], len(held), second
+        def second(): return [*rates], first
+        rates = [1]
+        held = {"first": Case(first, rates), "second": Case(second, [first, second])}
+        change: rates.append(n)
+    """,
     "new instance that copies an object that has changed": """
         class Own:
             def __init__(self, held): self.held = held

@@ -81,6 +81,10 @@ def change_twice(rt: Any, name: str, verb: str, when: str) -> None:
         watched.change()
         watched.check(verb)
     watched.check()
+    watched.check()
+    before = rt.counters["bytes_down"]
+    watched.check()
+    assert rt.counters["bytes_down"] - before in (0, 8 * rt.world_size), "what has not changed is not sent"
 
 
 @pytest.mark.parametrize("part", range(4))

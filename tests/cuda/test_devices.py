@@ -11,8 +11,9 @@ from support import fake_gpus
 
 import synk
 from synk.backends import _listing
+from synk.backends._assignment import choose
 from synk.cuda import _devices
-from synk.cuda._devices import Device, Gpus, choose_devices, cpus_near, explain_absence, visible_gpus
+from synk.cuda._devices import Device, Gpus, cpus_near, explain_absence, is_named, visible_gpus
 
 UUIDS = [f"GPU-0000000{k}-aaaa-bbbb-cccc-dddddddddddd" for k in range(4)]
 
@@ -70,10 +71,10 @@ def test_cuda_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_follow_the_visible_devices(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus.install_driver(monkeypatch, 4)
-    devices = visible_gpus().devices
-    assert choose_devices(devices) == devices
-    assert choose_devices(devices, num_workers=2) == devices[:2]
-    chosen = choose_devices(devices, devices=[1, "cuda:0", "GPU-00000003", 1])
+    devices = list(visible_gpus().devices)
+    assert choose(devices, None, None, is_named) == devices
+    assert choose(devices, 2, None, is_named) == devices[:2]
+    chosen = choose(devices, None, [1, "cuda:0", "GPU-00000003", 1], is_named)
     assert [str(device) for device in chosen] == ["cuda:1", "cuda:0", "cuda:3", "cuda:1"]
     refused: list[tuple[int | None, Any, type[Exception], str]] = [
         (9, None, ValueError, r"got num_workers=9, expected 1 to 4, .* Pass devices=\['cuda:0', 'cuda:0'\]"),
@@ -85,7 +86,7 @@ def test_ranks_follow_the_visible_devices(subtests: pytest.Subtests, monkeypatch
     ]
     for num_workers, given, error, text in refused:
         with subtests.test(text=text), pytest.raises(error, match=text):
-            choose_devices(devices, num_workers, given)
+            choose(devices, num_workers, given, is_named)
 
 
 def test_the_cpus_near_a_device_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
