@@ -38,11 +38,11 @@ from synk._code.facets import (
 from synk._code.handles import Handle
 from synk._code.modules import (
     Located,
-    has_plain_defaults,
-    imported_parts_of,
+    first_code_of,
     imports_inside,
     inside,
     is_told_by_import,
+    plain_defaults,
     reached_from,
 )
 from synk._code.packing import Address, ComesApart, ComesFirst, PartsPickler, SharedBytes
@@ -437,7 +437,7 @@ class Book(Shelf):
     def _pack_located(self, located: Sequence[Located]) -> Parcel:
         """Pack the places of a module's objects. Workers find their own objects there, after their own import."""
         names = tuple(located[0].obj)
-        places = tuple((each.module, each.steps) for each in located), names
+        places = tuple((each.module, each.steps, plain_defaults(each.obj)) for each in located), names
         actions = pickle.dumps([("locate", places, None, None)], protocol=5)
         parcel = self.plain_parcel(actions + pickle.dumps((), protocol=5))
         for each in located:
@@ -626,16 +626,14 @@ def _imported_facet(located: Located) -> Facet:
         return {k: v for k, v in now.items() if not _is_of_enum(obj, k, v)} if isinstance(obj, enum.EnumMeta) else now
 
     facet = _Imported(obj, made.kind, own, {})
-    for key, value in own().items():
-        if key in FUNCTION_PARTS:
-            is_told = key == "__code__" or value is None
-        else:
-            is_fixed = isinstance(obj, types.CellType) or type(obj).__module__ == "_ctypes"  # ``_fields_`` is set once
-            is_told = is_fixed or is_told_by_import(key, value, located.module)
-        facet.told[key] = value if is_told else UNKNOWN
+    told = plain_defaults(obj)
     if isinstance(obj, types.FunctionType):
-        is_plain_method = len(located.steps) > 1 and has_plain_defaults(obj)  # a program may have thousands of them
-        facet.told.update(zip(FUNCTION_PARTS[: 3 if is_plain_method else 1], imported_parts_of(obj)))
+        told["__code__"] = first_code_of(obj)
+    for key, value in own().items():
+        is_fixed = isinstance(obj, types.CellType) or type(obj).__module__ == "_ctypes"  # ``_fields_`` is set once
+        if key not in FUNCTION_PARTS and (is_fixed or is_told_by_import(key, value, located.module)):
+            told[key] = value
+        facet.told[key] = told.get(key, UNKNOWN)
     return facet
 
 

@@ -215,19 +215,20 @@ def _wrapped_in(located: Located, seen: set[int]) -> Iterator[Located]:
             yield from _wrapped_in(found, seen)
 
 
-_first_parts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+_first_code: weakref.WeakKeyDictionary[Any, types.CodeType] = weakref.WeakKeyDictionary()
 
 
-def imported_parts_of(function: types.FunctionType) -> tuple[Any, Any, Any]:
-    """Return the code and the defaults that a function had when a runtime first met it, which are its import's."""
-    parts = function.__code__, function.__defaults__, function.__kwdefaults__
-    return _first_parts.setdefault(function, parts)
+def first_code_of(function: types.FunctionType) -> types.CodeType:
+    """Return the code that a function had when a runtime first met it, which is its import's."""
+    return _first_code.setdefault(function, function.__code__)
 
 
-def has_plain_defaults(function: types.FunctionType) -> bool:
-    """Whether no default of a function could change."""
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return all(isinstance(value, NUMBERS) for value in defaults)
+def plain_defaults(obj: Any) -> dict[str, Any]:
+    """Return the defaults of a function that cannot change in place. They travel with its place in its module."""
+    if not isinstance(obj, types.FunctionType):
+        return {}
+    defaults = {"__defaults__": obj.__defaults__, "__kwdefaults__": obj.__kwdefaults__}
+    return {k: v for k, v in defaults.items() if v is None or (type(v) is tuple and all(type(x) in NUMBERS for x in v))}
 
 
 def is_told_by_import(key: Any, value: Any, module: str) -> bool:

@@ -51,8 +51,11 @@ class Missing(types.SimpleNamespace):
         self.check()
 
 
-def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Return an object of a module that a worker imports itself, or a stand-in if there is none."""
+def locate(module: str, steps: tuple[tuple[str, Any], ...], defaults: dict[str, Any]) -> Any:
+    """Return an object of a module that a worker imports itself, or a stand-in if there is none.
+
+    If it is a function, it gets the defaults that the program's has.
+    """
     try:
         found: Any = importlib.import_module(module)
         for kind, key in steps:
@@ -64,6 +67,8 @@ def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
                 found = found.__closure__[key] if kind == "closure" else getattr(found, key)
     except Exception as error:  # raised where a function needs it
         return {} if steps and steps[-1][0] == "table" else Missing(error)
+    for name, value in defaults.items() if isinstance(found, types.FunctionType) else ():
+        setattr(found, name, value)
     return found
 
 

@@ -80,6 +80,16 @@ UNSENDABLE = {
     "users_lock": "import threading, logging\nlock, log, k = threading.Lock(), logging.getLogger('users'), [1]\n"
     "squares = (n * n for n in range(9))\ndef read():\n    with lock: return k, log.name, squares is not None\n"
 }
+DEFAULTS = """
+def scaled(a=1, *, b=2): return a, b
+class Model:
+    def scaled(self, a=1, *, b=2): return a, b
+    @staticmethod
+    def fixed(a="x"): return a
+    @classmethod
+    def named(cls, a=1.5): return a
+"""
+
 POINTS = {
     "users_points": """
 import ctypes
@@ -235,6 +245,14 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         "Layer.size.fget.__code__ = (lambda self: 14).__code__; "
         "Layer.decorated.__wrapped__.__code__ = (lambda self: 16).__code__; "
         "Layer.Inner.run.__code__ = (lambda self: 17).__code__; Layer.with_default.__kwdefaults__['n'] = 2",
+    ),
+    "plain defaults": (
+        {"users_defaults": DEFAULTS}, "import users_defaults as m",
+        "(m.scaled(), m.Model().scaled(), m.Model.fixed(), m.Model.named(), len(m.scaled.__defaults__ or ()))",
+        "m.scaled.__defaults__ = (5,); m.Model.scaled.__defaults__ = (6,); m.Model.fixed.__defaults__ = ('z',); "
+        "m.Model.named.__func__.__defaults__ = (2.5,); m.Model.scaled.__kwdefaults__['b'] = 7; "
+        "m.scaled.__kwdefaults__ = {'b': 8}; m.Model.scaled.__kwdefaults__ = {'b': True}; "
+        "m.Model.scaled.__defaults__ = (True,)",
     ),
     "imported in a method": (
         {**CLASSES, "users_classes": CLASSES["users_classes"].replace(", users_parts\nclass", "\nclass")},
