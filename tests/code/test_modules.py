@@ -356,10 +356,13 @@ def changes_of(name: str) -> list[str]:
     return CASES[name][-1].split("; ")
 
 
-def test_what_is_changed_in_modules_reaches_the_workers(subtests: Any, shared_runtimes: Any, program: Programs) -> None:
-    """Each case on two runtimes, by all verbs in turn."""
-    rng, verbs = random.Random(60), itertools.cycle(VERBS)
-    for name, first_call in itertools.product(CASES, ["before the changes", "after one", "after all"]):
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.storm)])
+def test_what_is_changed_in_modules_reaches_the_workers(
+    subtests: Any, shared_runtimes: Any, program: Programs, count: int
+) -> None:
+    """Each case with ``count`` moments of the first call, by all verbs in turn."""
+    rng, verbs, moments = random.Random(60), itertools.cycle(VERBS), ["before the changes", "after one", "after all"]
+    for name, first_call in [(name, moment) for name in CASES for moment in rng.sample(moments, count)]:
         where = rng.choice(WORKERS[:3] if name in TWO_OBJECTS else WORKERS)
         if name in AS_IMPORTED and first_call == "after all":
             continue

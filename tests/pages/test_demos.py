@@ -35,8 +35,8 @@ SMALL = {
 }
 
 ALONE = {"000_kalman.py", "01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py", "32_halo.py"}
-"""These run as programs also outside the storm: they leave the end of their workers to their own end, or import PyTensor
-with settings of their own.
+"""These run as programs also outside the storm: they leave the end of their workers to their own end, or import
+PyTensor with settings of their own.
 """
 
 CHILDREN = {"14_overnight.py": ["walks.journal"], "23_resume.py": ["checkpoint.pt"]}
