@@ -105,7 +105,7 @@ def test_a_change_of_a_large_container_is_seen_beside_a_thread(subtests: Any, sh
     thread.start()
     for name in [name for name in KINDS if " 12 000" in name]:
         with subtests.test(kind=name):
-            change_twice(shared_runtimes[2], name, "call", "after one call")
+            change_twice(shared_runtimes[1], name, "call", "after one call")
     is_over.set()
     thread.join()
 
