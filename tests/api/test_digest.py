@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,16 @@ def written(folder: Path, **changed: str) -> Path:
 
 def digests(folder: Path) -> dict[str, str]:
     """Return the digests of the program in a folder."""
-    table: dict[str, Any] = {"__name__": "a_program"}
+    program = types.ModuleType("a_program")
     for file in FILES:
         sys.modules.pop(file.removesuffix(".py"), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         path = folder / "program.py"
-        exec(compile(path.read_text(), path, "exec", dont_inherit=True), table)
-        return digests_of(table["f"])
+        with pytest.MonkeyPatch.context() as executing:  # dataclasses look for the module of their class
+            executing.setitem(sys.modules, program.__name__, program)
+            exec(compile(path.read_text(), path, "exec", dont_inherit=True), vars(program))
+        return digests_of(program.f)
 
 
 def test_only_what_counts_changes_a_digest(tmp_path: Path, subtests: pytest.Subtests) -> None:

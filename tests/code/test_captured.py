@@ -453,11 +453,14 @@ def of_holder(holder: Any) -> Callable[[np.ndarray], Any]:
     return lambda x: [float(holder.array.sum()), *total([holder.made], x)]
 
 
-def test_what_is_made_anew_is_so_for_every_function_that_holds_it(subtests: Any, shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.storm)])
+def test_what_is_made_anew_is_so_for_every_function_that_holds_it(
+    subtests: Any, shared_runtimes: Any, count: int
+) -> None:
     """Such an object cannot be changed on the ranks. Functions hold it in lists, partials, closures and attributes."""
     rng, rt = random.Random(0), shared_runtimes[2]
     for kind, make in MADE_ANEW.items():
-        for _ in range(12):
+        for _ in range(count):
             arrays = [np.zeros(3), np.zeros((2, 2))]
             one, two = map(make, arrays)
             plain: list[Callable[[np.ndarray], Any]] = [

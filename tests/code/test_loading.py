@@ -140,7 +140,8 @@ def program(kind: str, hook: str, place: str) -> dict[str, Any]:
     return names
 
 
-def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(None, marks=pytest.mark.storm)])
+def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, shared_runtimes: Any, count: int | None) -> None:
     """Captured, as a broadcast argument, and as an item of a map."""
     rt, rng = shared_runtimes[2], random.Random(7)
     all_cases = [
@@ -148,7 +149,7 @@ def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, shared_runtime
         for case in itertools.product(GLOBALS, HOOKS, PLACES)
         if case[2] != "key" or case[1] not in ("__setitem__", "append")
     ]
-    for kind, hook, place in rng.sample(all_cases, 120):
+    for kind, hook, place in rng.sample(all_cases, count or len(all_cases)):
         with subtests.test(names=kind, hook=hook, place=place):
             names = program(kind, hook, place)
             want = names["reads"](X)
