@@ -9,6 +9,14 @@ from typing import Any
 from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op
 from synk._pure.trees import flatten
 
+_WORDS = {
+    "sum": "sum", "prod": "prod", "mean": "avg", "average": "avg", "min": "min", "amin": "min", "max": "max",
+    "amax": "max", "all": "min", "any": "max", "concatenate": "gather", "vstack": "gather", "hstack": "gather",
+    "concat": "gather", "cat": "gather", "stack": "gather", "add": "sum", "total": "sum", "mul": "prod",
+    "product": "prod", "minimum": "min", "maximum": "max", "none": "None", "list": "None",
+}  # fmt: skip
+"""Names of functions that combine values, and of ops elsewhere, with the op that does the same. For errors."""
+
 
 class DefaultOp(str):
     """The op of a function without ``outputs=``. Only this op is checked for whether it fits."""
@@ -46,8 +54,8 @@ def ops_of(outputs: Any, what: str) -> Any:
         if outputs not in OPS:
             from difflib import get_close_matches
 
-            close = get_close_matches(outputs.lower(), OPS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            word = _WORDS.get(outputs.lower()) or next(iter(get_close_matches(outputs.lower(), OPS, 1)), "")
+            hint = f" Did you mean {word if word == 'None' else repr(word)}?" if word else ""
             raise ValueError(
                 f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None, a "
                 f"callable or a synk.Op.{hint}"
@@ -95,7 +103,8 @@ def _check_callable(op: Callable[..., Any], what: str) -> None:
     if num_required == 2 or (num_required < 2 and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
         return
     name = getattr(op, "__name__", type(op).__name__)
-    hint = f" Name the op: {name!r}." if name in OPS else ""
+    word = _WORDS.get(name)
+    hint = f" Name the op: {word!r}." if word else ""
     raise TypeError(
         f"cannot build {what}: got {name}({', '.join(map(str, parameters))}) as an op, expected op(a, b), which "
         f"returns the two ranks' values combined.{hint}"

@@ -73,8 +73,10 @@ def packet_pair() -> tuple[socket.socket, Descriptor]:
     if min(ours.fileno(), theirs.fileno()) <= 2:  # it took the place of a standard stream, and keeps it meanwhile
         with ours, theirs:
             return packet_pair()
-    with theirs:
+    with theirs, contextlib.ExitStack() as failing:
+        failing.enter_context(ours)
         (other,) = owned(map(os.dup, [theirs.fileno()]))
+        failing.pop_all()
     return ours, other
 
 

@@ -57,7 +57,8 @@ NO_PREFIX: list[tuple[Any, Any, str]] = [
     ({"a": ("sum", "max")}, {"a": (0.0,)}, r"its result\['a'\] is 1 values"),
 ]
 MEANT = {
-    "average": "'avg'", "SUM": "'sum'", "minimum": "'min'", "gahter": "'gather'", "frist": "'first'", "xyz": "",
+    "mean": "'avg'", "SUM": "'sum'", "concat": "'gather'", "all": "'min'", "any": "'max'", "list": "None",
+    "gahter": "'gather'", "frist": "'first'", "xyz": "",
 }  # fmt: skip
 
 
