@@ -70,7 +70,9 @@ def _held_by(*facets: Facet) -> set[int]:
         while pending:
             parts = pending.pop()
             found.update(map(id, parts))
-            pending += [each.values() if type(each) is dict else each for each in parts if type(each) in inner]
+            pending += [
+                (*each, *each.values()) if type(each) is dict else each for each in parts if type(each) in inner
+            ]
     return found
 
 
