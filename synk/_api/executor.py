@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from synk._api.current import current, fork
@@ -263,6 +263,7 @@ class _Driver:
     def _drive(self) -> None:
         """Send tasks and items and take in results until nothing more can come."""
         while self._waiting or self._futures or self._maps or not self._is_stopping:
+            newest, maps = next(reversed(self._waiting), None), [*self._maps]
             try:
                 self._send()
                 is_moving = self._advance()
@@ -270,23 +271,23 @@ class _Driver:
                     continue
                 # A bell that has rung since the checks above is still readable, so this wait cannot miss it. With
                 # nothing to be done and no more tasks to come, nobody would ring.
-                if self._waiting or self._futures or self._maps or not self._is_stopping:
-                    self._wait()
+                if self._waiting or self._futures or self._maps:  # others may have all workers
+                    self._wait(_LOOK_MS, self._session.processes.descriptors())
+                elif not self._is_stopping:
+                    self._wait(None)
             except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
-                self._fail_all(error)
+                self._fail_all(error, newest, maps)
+                self._wait(_LOOK_MS)  # another thread may run a function in the program's own rank for a while
         self._bell = None  # closes the descriptor, even if an exception that somebody keeps keeps this object
 
-    def _wait(self) -> None:
-        """Wait until a worker has answered, or the bell rings."""
+    def _wait(self, most_ms: int | None, descriptors: Iterable[int] = ()) -> None:
+        """Wait until the bell rings, or a worker has answered on one of its descriptors."""
         bell = self._bell
         assert bell is not None
         poll = select.poll()
-        poll.register(bell, select.POLLIN)
-        is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
-        if is_busy:
-            for fd in self._session.processes.descriptors():
-                poll.register(fd, select.POLLIN)
-        poll.poll(_LOOK_MS if is_busy else None)
+        for fd in (bell, *descriptors):
+            poll.register(fd, select.POLLIN)
+        poll.poll(most_ms)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(bell)
 
@@ -326,20 +327,27 @@ class _Driver:
                 self._maps.remove(each)
         return is_moving
 
-    def _fail_all(self, error: BaseException) -> None:
-        """Give all futures an error, in flight or waiting. Nobody may wait for a future that no thread will resolve."""
+    def _fail_all(self, error: BaseException, newest: Any, maps: Sequence[_Map]) -> None:
+        """Give an error to maps and to all futures, in flight or waiting, up to the newest one of before it happened.
+
+        Nobody may wait for a future that no thread will resolve. What has come since is tried for itself.
+        """
         lost, self._futures = [*self._futures.values()], {}
-        while (waiting := _next(self._waiting)) is not None:
-            if waiting[0].set_running_or_notify_cancel():
+        with self._lock:
+            num_older = self._waiting.index(newest) + 1 if newest in self._waiting else 0
+        for _ in range(num_older):
+            waiting = _next(self._waiting)
+            if waiting is not None and waiting[0].set_running_or_notify_cancel():
                 lost.append(waiting[0])
-        maps = [self._maps.pop() for _ in range(len(self._maps))]
         with contextlib.suppress(ClosedError, ReentrancyError):  # they end with the runtime, or nobody wants them
             self._tasks.cancel()
         # Not before: whoever hears of one may submit another, which is not lost.
         for future in lost:
             future.set_exception(error)
-        for each in maps:
+        for each in maps:  # some may have ended before
             each.end(error)
+            with contextlib.suppress(ValueError):
+                self._maps.remove(each)
 
 
 def _next(waiting: deque[R]) -> R | None:
