@@ -21,7 +21,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._code.arrays import ArrayContents, copy_bytes
-from synk._code.copies import stale_copies
+from synk._code.copies import is_made_by_own_code, stale_copies
 from synk._code.facets import (
     FUNCTION_PARTS,
     MISSING,
@@ -106,6 +106,7 @@ class Book(Shelf):
         self.restless: dict[int, Any] = {}
         self._again: dict[Node, None] = {}  # in this update: what must be looked at once more
         self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
+        self._may_have_copies = False  # whether an object was sent that the user's own code makes
         self._changed: dict[int, int] = {}  # in this update: by the id of an object, the last parcel that changed it
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
 
@@ -157,8 +158,9 @@ class Book(Shelf):
 
     def _unbind_copies(self, function_id: int, num_rounds: int) -> bool:
         """Have objects sent anew whose own code may hold copies of what has changed. Return whether there are any."""
-        nodes = [node for node in self.nodes_of(function_id) if self._is_known(node)] if self._changed else []
-        copies = stale_copies(nodes, self._changed) if num_rounds < _MOST_ROUNDS else {}
+        if not (self._may_have_copies and self._changed) or num_rounds == _MOST_ROUNDS:
+            return False
+        copies = stale_copies(list(filter(self._is_known, self.nodes_of(function_id))), self._changed)
         for node, keys in copies.items():
             for facet in node.facets:
                 if isinstance(facet, State):
@@ -288,7 +290,8 @@ class Book(Shelf):
         self.packed_nbytes += parcel.nbytes
         self.parcels[parcel.number] = parcel
         for obj, facets in pickler.met:
-            self.know(obj, parcel, facets)
+            node = self.know(obj, parcel, facets)
+            self._may_have_copies = self._may_have_copies or is_made_by_own_code(node)
             self._changed[id(obj)] = parcel.number  # an object that was replaced is new as well
         return parcel
 
@@ -437,11 +440,11 @@ class Book(Shelf):
     def _pack_located(self, located: Sequence[Located]) -> Parcel:
         """Pack the places of a module's objects. Workers find their own objects there, after their own import."""
         names = tuple(located[0].obj)
-        places = tuple((each.module, each.steps, plain_defaults(each.obj)) for each in located), names
-        actions = pickle.dumps([("locate", places, None, None)], protocol=5)
+        places = tuple((each.module, each.steps, plain_defaults(each.obj)) for each in located)
+        actions = pickle.dumps([("locate", (places, names), None, None)], protocol=5)
         parcel = self.plain_parcel(actions + pickle.dumps((), protocol=5))
-        for each in located:
-            self.know(each.obj, parcel, [_imported_facet(each)])
+        for each, (_, _, defaults) in zip(located, places):
+            self.know(each.obj, parcel, [_imported_facet(each, defaults)])
         return parcel
 
     def is_located(self, node: Node) -> bool:
@@ -611,7 +614,7 @@ class _Imported(Table):
     """
 
 
-def _imported_facet(located: Located) -> Facet:
+def _imported_facet(located: Located, defaults: dict[str, Any]) -> Facet:
     obj = located.obj
     if isinstance(obj, dict):
         made = Table(obj, "item", lambda: obj, {})
@@ -626,9 +629,7 @@ def _imported_facet(located: Located) -> Facet:
         return {k: v for k, v in now.items() if not _is_of_enum(obj, k, v)} if isinstance(obj, enum.EnumMeta) else now
 
     facet = _Imported(obj, made.kind, own, {})
-    told = plain_defaults(obj)
-    if isinstance(obj, types.FunctionType):
-        told["__code__"] = first_code_of(obj)
+    told = {**defaults, "__code__": first_code_of(obj)} if isinstance(obj, types.FunctionType) else {}
     for key, value in own().items():
         is_fixed = isinstance(obj, types.CellType) or type(obj).__module__ == "_ctypes"  # ``_fields_`` is set once
         if key not in FUNCTION_PARTS and (is_fixed or is_told_by_import(key, value, located.module)):

@@ -31,8 +31,6 @@ def stale_copies(nodes: Sequence[Node], changed: Mapping[int, int]) -> dict[Node
     changed : dict of int to int
         The number of the last parcel that changed an object, by the object's id.
     """
-    if not any(map(_is_made_by_own_code, nodes)):
-        return {}
     known = {id(node.obj): node for node in nodes if not isinstance(node.obj, _NEVER_COPIED)}
     held = {key: known.keys() & _held_by(*node.facets) for key, node in known.items()}
     newest: dict[int, int] = {}
@@ -41,7 +39,7 @@ def stale_copies(nodes: Sequence[Node], changed: Mapping[int, int]) -> dict[Node
         number = 0
         for key in group:
             node, outside = known[key], held[key].difference(group)
-            if _is_made_by_own_code(node):
+            if is_made_by_own_code(node):
                 told_at = max(node.parcel.number, *(each.number for each in node.sources.values()), 0)
                 mentioned = _held_by(*(each for each in node.facets if isinstance(each, State)))
                 if keys := {each for each in mentioned & outside if newest[each] > told_at}:
@@ -54,7 +52,7 @@ def stale_copies(nodes: Sequence[Node], changed: Mapping[int, int]) -> dict[Node
     return found
 
 
-def _is_made_by_own_code(node: Node) -> bool:
+def is_made_by_own_code(node: Node) -> bool:
     """Whether code of the user's makes the ranks' object from a recipe or a state."""
     has_recipe = any(isinstance(facet, State) for facet in node.facets)
     return has_recipe and not isinstance(node.obj, _NEVER_COPIED) and is_of_program(type(node.obj))

@@ -426,112 +426,7 @@ PROGRAMS: dict[str, str] = {
         held = Own([1])
         change: held.rates.append(n)
         """,
-    "instance whose constructor copies a list": """
-        class Own:
-            def __init__(self, rates): self.rates = [*rates]
-            def __reduce__(self): return Own, (self.rates,)
-        held = Own([1])
-        change: held.rates.append(n)
-        """,
-    # -- objects whose own code copies what they hold
-    "instance whose __setstate__ copies a dict": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own({1: 2})
-        change: held.held[n] = n
-    """,
-    "instance whose __setstate__ copies a list": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own([1])
-        change: held.held.append(n)
-    """,
-    "instance whose constructor copies a list, whole": """
-        class Own:
-            def __init__(self, held): self.held = copy.deepcopy(held)
-            def __reduce__(self): return Own, (self.held,)
-        held = Own([1])
-        change: held.held.append(n)
-    """,
-    "instance whose __setstate__ copies a small array": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own(np.zeros(4))
-        change: held.held[1] += 1
-    """,
-    "instance whose constructor copies a small array, whole": """
-        class Own:
-            def __init__(self, held): self.held = copy.deepcopy(held)
-            def __reduce__(self): return Own, (self.held,)
-        held = Own(np.zeros(4))
-        change: held.held[1] += 1
-    """,
-    "instance whose __setstate__ copies an array of 100 KB": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own(array_of(100 * KB))
-        change: held.held[1] += 1
-    """,
-    "instance whose constructor copies an array of 100 KB, whole": """
-        class Own:
-            def __init__(self, held): self.held = copy.deepcopy(held)
-            def __reduce__(self): return Own, (self.held,)
-        held = Own(array_of(100 * KB))
-        change: held.held[1] += 1
-    """,
-    "instance whose __setstate__ copies a list of arrays of 100 KB": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own([array_of(100 * KB), np.zeros(3)])
-        change: held.held[0][1] += 1
-    """,
-    "instance whose constructor copies a list of arrays of 100 KB, whole": """
-        class Own:
-            def __init__(self, held): self.held = copy.deepcopy(held)
-            def __reduce__(self): return Own, (self.held,)
-        held = Own([array_of(100 * KB), np.zeros(3)])
-        change: held.held[0][1] += 1
-    """,
-    "instance whose __setstate__ copies an object": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own(SimpleNamespace(deep=[[1]]))
-        change: held.held.deep[0].append(n)
-    """,
-    "instance whose constructor copies an object, whole": """
-        class Own:
-            def __init__(self, held): self.held = copy.deepcopy(held)
-            def __reduce__(self): return Own, (self.held,)
-        held = Own(SimpleNamespace(deep=[[1]]))
-        change: held.held.deep[0].append(n)
-    """,
-    "instance whose __setstate__ copies such an object": """
-        class Own:
-            def __init__(self, held): self.held = held
-            def __getstate__(self): return {"held": self.held, "n": 0}
-            def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
-        held = Own(Own({'deep': Own([1])}))
-        change: held.held.held['deep'].held.append(n)
-    """,
-    "instance whose constructor copies such an object, whole": """
-        class Own:
-            def __init__(self, held): self.held = copy.deepcopy(held)
-            def __reduce__(self): return Own, (self.held,)
-        held = Own(Own({'deep': Own([1])}))
-        change: held.held.held['deep'].held.append(n)
-    """,
+    # -- objects whose own code copies what they hold; more below
     "dict subclass whose __setstate__ copies its attributes": """
         class Config(dict):
             def __getstate__(self): return {"log": self.log}
@@ -634,6 +529,30 @@ PROGRAMS: dict[str, str] = {
         read: repr([*held.columns]) + text(held.to_numpy())
         """,
 }
+
+COPIED = {
+    "a dict": ("{1: 2}", "held.held[n] = n"),
+    "a list": ("[1]", "held.held.append(n)"),
+    "a small array": ("np.zeros(4)", "held.held[1] += 1"),
+    "an array of 100 KB": ("array_of(100 * KB)", "held.held[1] += 1"),
+    "a list of arrays of 100 KB": ("[array_of(100 * KB), np.zeros(3)]", "held.held[0][1] += 1"),
+    "an object": ("SimpleNamespace(deep=[[1]])", "held.held.deep[0].append(n)"),
+    "such an object": ("Own({'deep': Own([1])})", "held.held.held['deep'].held.append(n)"),
+}
+BY_STATE = """
+class Own:
+    def __init__(self, held): self.held = held
+    def __getstate__(self): return {"held": self.held, "n": 0}
+    def __setstate__(self, state): self.held = copy.deepcopy(state["held"])
+"""
+BY_CONSTRUCTOR = """
+class Own:
+    def __init__(self, held): self.held = copy.deepcopy(held)
+    def __reduce__(self): return Own, (self.held,)
+"""
+for _what, (_value, _change) in COPIED.items():
+    for _who, _own in ("__setstate__", BY_STATE), ("constructor", BY_CONSTRUCTOR):
+        PROGRAMS[f"instance whose {_who} copies {_what}"] = f"{_own}held = Own({_value})\nchange: {_change}\n"
 
 TORCH: dict[str, tuple[str, ...]] = {
     "tensor, in place": ("torch.zeros(8)", "held.add_(1)"),
