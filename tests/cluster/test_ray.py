@@ -1,7 +1,7 @@
 """Nodes on the machines of a real Ray cluster: raylets on this machine, in a network namespace of their own.
 
-``make ray`` runs these tests. What calls over nodes compute is tested with ``cluster="here"``, where the head and the
-agents are the same; here it is what lies between them that may go wrong.
+``make test EXTRA=ray`` runs these tests. What calls over nodes compute is tested with ``cluster="here"``, where the
+head and the agents are the same; here it is what lies between them that may go wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 def alone() -> None:
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     devices = {line.split(":")[0].strip() for line in lines if ":" in line}
-    assert devices == {"lo"}, "run these tests by `make ray`, which gives them a network of their own"
+    assert devices == {"lo"}, "run these tests by `make test EXTRA=ray`, which gives them a network of their own"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import synk
 from synk.extensions.optax import train
 
-WHY = "needs JAX and optax: `make jax` installs them"
+WHY = "needs JAX and optax: `make test EXTRA=jax` installs them"
 jax = pytest.importorskip("jax", reason=WHY)
 optax = pytest.importorskip("optax", reason=WHY)
 jnp = jax.numpy

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-WHY = "needs PyTensor: `make pytensor` installs it"
+WHY = "needs PyTensor: `make test EXTRA=pytensor` installs it"
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,optimizer_excluding=fusion,traceback__limit=0,floatX=float64")

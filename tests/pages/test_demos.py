@@ -42,6 +42,9 @@ PyTensor with settings of their own.
 CHILDREN = {"14_overnight.py": ["walks.journal"], "23_resume.py": ["checkpoint.pt"]}
 """What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
 
+NEEDS = {"001_theano.py": "pytensor"}
+"""A demo that ends at once, and says why, where this package is not installed."""
+
 WITHOUT_SERIAL = {"001_training.py", "22_fsdp.py", "40_two_nodes.py"}
 """Functions of process groups, which all workers must run: they have no serial call, and compare with one process. So
 does a training function that says how many ranks took part. And calls over nodes, which cannot be verified."""
@@ -100,6 +103,8 @@ def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_pat
 def test_demo_in_this_process_equals_its_serial_calls(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if path.name in NEEDS:
+        pytest.importorskip(NEEDS[path.name])
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)

@@ -15,7 +15,7 @@ import pytest
 import synk
 from synk.errors import CollectiveMismatch
 
-WHY = "needs PyTensor: `make pytensor` installs it"
+WHY = "needs PyTensor: `make test EXTRA=pytensor` installs it"
 FLAGS = "cxx=,traceback__limit=0"
 """Nothing is compiled, and PyTensor makes no folder for it."""
 

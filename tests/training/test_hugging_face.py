@@ -12,7 +12,7 @@ import pytest
 
 import synk
 
-WHY = "needs transformers: `make transformers` installs it"
+WHY = "needs transformers: `make test EXTRA=transformers` installs it"
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason=WHY)
 pytest.importorskip("accelerate", reason=WHY)
