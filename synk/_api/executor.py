@@ -267,6 +267,7 @@ class _Driver:
             try:
                 self._send()
                 is_moving = self._advance()
+                newest, maps = None, []  # the wait below may be long, and keeps no task and its arrays
                 if is_moving or (self._waiting and self._tasks.has_room):
                     continue
                 # A bell that has rung since the checks above is still readable, so this wait cannot miss it. With
@@ -277,6 +278,7 @@ class _Driver:
                     self._wait(None)
             except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error, newest, maps)
+                newest, maps = None, []
                 self._wait(_LOOK_MS)  # another thread may run a function in the program's own rank for a while
         self._bell = None  # closes the descriptor, even if an exception that somebody keeps keeps this object
 
