@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import harness
 from support.harness import Scenario, wait_until_dead
 from support.nodes import agents, kill_and_hear
 
@@ -31,6 +32,14 @@ TOKEN = "synk-test-" + "0123456789abcdef" * 2
 def is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """These clusters ask for no token."""
     monkeypatch.setenv("SYNK_INSECURE_CLUSTER", "1")
+
+
+@pytest.fixture(autouse=True)
+def actors_have_ended(nothing_is_left: None) -> Iterator[None]:
+    """Ray tells of an actor's end as its connections close, and then the process ends, which Ray awaits."""
+    before = harness.census()
+    yield
+    harness.wait_for(lambda: not any("ray::NodeActor" in each for each in harness.census().leftovers(before)))
 
 
 @pytest.fixture(scope="module", autouse=True)
