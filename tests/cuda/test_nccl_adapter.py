@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_fakes import Stub, as_buffer, run_ranks
+from support.rank_arrays import REDUCIBLE, numbers, reduced
 
 from synk.cuda._nccl import Buffer, NcclCommunicator, NcclError, load_nccl, nccl_environment
 from synk.errors import SynkError
 
 # ----- results
+
+SUPPORTED = [(op, dtype) for op, dtype in REDUCIBLE if (op, dtype[:7]) != ("prod", "complex")]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -31,7 +33,7 @@ def test_all_reduce_equals_numpy(subtests: pytest.Subtests, nccl: Any, world_siz
     def body(communicator: NcclCommunicator) -> list[list[np.ndarray]]:
         rank, found = communicator.rank, []
         for op, dtype in SUPPORTED:
-            mine = random_array((world_size, 5), dtype)[rank]
+            mine = numbers(dtype, (world_size, 5), 0)[rank]
             received, same = np.empty_like(mine), mine.copy()
             communicator.all_reduce(as_buffer(mine), as_buffer(received), op)
             communicator.all_reduce(as_buffer(same), as_buffer(same), op)
@@ -42,7 +44,7 @@ def test_all_reduce_equals_numpy(subtests: pytest.Subtests, nccl: Any, world_siz
         for (op, dtype), (received, same) in zip(SUPPORTED, results, strict=True):
             with subtests.test(op=op, dtype=dtype):
                 tolerance = 1e-3 if dtype == "float16" else 1e-6
-                expected = NUMPY_REDUCTIONS[op](random_array((world_size, 5), dtype)).astype(dtype)
+                expected = reduced(op, numbers(dtype, (world_size, 5), 0))
                 np.testing.assert_allclose(received, expected, rtol=tolerance)
                 np.testing.assert_array_equal(same, received)
 
@@ -50,7 +52,7 @@ def test_all_reduce_equals_numpy(subtests: pytest.Subtests, nccl: Any, world_siz
 def test_collectives_equal_numpy(subtests: pytest.Subtests, nccl: Any) -> None:
     """Those that only move take any dtype."""
     for count, dtype in [*itertools.product((1, 4, 11), ("float64", "complex64")), (3, "int16"), (3, "bool")]:
-        sent = random_array((3, 3 * count), dtype)
+        sent = numbers(dtype, (3, 3 * count), 0)
 
         def body(communicator: NcclCommunicator, count: int = count, sent: np.ndarray = sent) -> list[np.ndarray]:
             mine = sent[communicator.rank]
