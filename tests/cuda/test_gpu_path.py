@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,21 +31,6 @@ start_polars()
 
 LARGE = 70_000
 """Elements that are a large output in every dtype."""
-
-
-@pytest.fixture(params=["nccl", "host"])
-def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
-    made = Gpus(monkeypatch, request.param == "nccl", reuse)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
-    """Return a maker of runtimes where it does not matter how the ranks communicate."""
-    made = Gpus(monkeypatch, True, reuse)
-    yield made
-    made.close()
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------

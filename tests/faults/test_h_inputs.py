@@ -7,6 +7,7 @@ arguments, row by row. What is refused for what it is sends nothing to a worker.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import tempfile
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support import saboteurs
 from support.harness import assert_right, nothing_sent
 
@@ -269,48 +268,27 @@ def test_H29_offsets_beyond_two_gib(shared_runtimes: Any) -> None:
 # ----- whose data, which argument
 
 
-def plain(x: Any, y: Any = 2.0) -> Any:
-    return x * y
+BINDING: dict[str, Callable[..., Any]] = {
+    "plain": lambda x, y=2.0: x * y,
+    "keyword only": lambda x, *, y=3.0: x * y,
+    "positional only": lambda x, y=4.0, /: x - y,
+    "variadic": lambda x, *ys, **named: x + sum(ys) + sum(named.values()),
+}
+KEYWORDS = ((), ("x",), ("y",), ("y", "x"), ("z",), ("ys", "named"), ("self", "y"), ("fn", "args"))
 
 
-def keyword_only(x: Any, *, y: Any = 3.0) -> Any:
-    return x * y
-
-
-def positional_only(x: Any, y: Any = 4.0, /) -> Any:
-    return x - y
-
-
-def variadic(x: Any, *ys: Any, **named: Any) -> Any:
-    return x + sum(ys) + sum(named.values())
-
-
-names = st.sampled_from(["x", "y", "z", "ys", "named", "self", "fn", "args"])
-numbers = st.integers(1, 9).map(float)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    fn=st.sampled_from([plain, keyword_only, positional_only, variadic]),
-    arguments=st.lists(numbers, max_size=3),
-    keywords=st.dictionaries(names, numbers, max_size=2),
-)
-def test_H30_any_call_binds_like_python(
-    shared_runtimes: Any, fn: Callable[..., Any], arguments: list[float], keywords: dict[str, float]
-) -> None:
+def test_H30_any_call_binds_like_python(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     """A call is refused with TypeError where Python refuses it, and else means the same; all parameters are rows."""
-    rt = shared_runtimes[0]
-    if fn not in _binders:
-        _binders[fn] = rt.function(fn, outputs="gather")
-    rows = [np.full(3, value) for value in arguments]
-    named = {name: np.full(3, value) for name, value in keywords.items()}
-    try:
-        want = fn(*rows, **named)
-    except TypeError:
-        with pytest.raises(TypeError):
-            _binders[fn](*rows, **named)
-    else:
-        np.testing.assert_array_equal(_binders[fn](*rows, **named), want)
-
-
-_binders: dict[Callable[..., Any], Any] = {}
+    for name, fn in BINDING.items():
+        f = shared_runtimes[0].function(fn, outputs="gather")
+        for count, keywords in itertools.product(range(4), KEYWORDS):
+            rows = [np.full(3, 1.0 + k) for k in range(count)]
+            named = {keyword: np.full(3, 5.0 + k) for k, keyword in enumerate(keywords)}
+            with subtests.test(name, count=count, keywords=keywords):
+                try:
+                    want = fn(*rows, **named)
+                except TypeError:
+                    with pytest.raises(TypeError):
+                        f(*rows, **named)
+                else:
+                    np.testing.assert_array_equal(f(*rows, **named), want)
