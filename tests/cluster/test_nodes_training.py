@@ -35,8 +35,12 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(rows, 5, generator=generator, dtype=torch.float64) for rows in (7, 4, 9, 1, 3, 8, 2, 11)]
 
 
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), x.square().sum(1, keepdim=True))
+def plain_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), x.square().sum(1, keepdim=True))
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 def check_alike(rep: Any) -> None:
@@ -55,11 +59,7 @@ def train(rt: synk.Runtime, victims: dict[int, str], dropout: float = 0.0) -> tu
         if victim and synk.comm.rank == 2:
             os.kill(os.getppid() if victim == "agent" else os.getpid(), signal.SIGKILL)
             signal.pause()
-        optimizer.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        return loss
+        return plain_step(model, optimizer, x)
 
     losses, left = [], dict(victims)
     while rep.num_steps < NUM_STEPS:
@@ -76,13 +76,7 @@ def train(rt: synk.Runtime, victims: dict[int, str], dropout: float = 0.0) -> tu
 @pytest.mark.parametrize("kind", ["1+3", "2+2"])
 def test_it_equals_serial_training(reused: Reused, kind: str) -> None:
     model, optimizer = make()
-    expected = []
-    for x in batches():
-        optimizer.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
+    expected = [float(plain_step(model, optimizer, x).detach()) for x in batches()]
     weights, losses = train(reused(kind), {})
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
     for own, parameter in zip(weights, model.parameters()):
@@ -133,15 +127,7 @@ def train_among_faults(rt: synk.Runtime, data: list[torch.Tensor], num_faults: i
     model, optimizer = make(dropout=0.3)
     rep = synk.torch.replicate(model, optimizer, runtime=rt)
 
-    @rep.function
-    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    num_felt = 0
+    step, num_felt = rep.function(plain_step), 0
 
     def read(what: Callable[[], Any]) -> Any:
         nonlocal num_felt

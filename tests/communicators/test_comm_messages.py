@@ -173,3 +173,31 @@ def test_large_messages_arrive_whatever_their_receiver_does(at: Any, place: Any,
     for body in LARGE_ONES:
         with subtests.test(case=body.__name__):
             on_each(at(place), body)
+
+
+def resident_nbytes() -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
+
+
+def test_exchanges_of_64_mb_do_not_grow(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:
+    """Neither within a call, where a rank may be ahead of the other by a message, nor from call to call."""
+    runtime, nbytes = shared_runtimes[2], 64 << 20
+
+    def exchange(comm: Any) -> int:
+        for number in range(6):
+            request = comm.irecv(1 - comm.rank)
+            comm.isend(np.full(nbytes, number, np.uint8), 1 - comm.rank)
+            assert (request.wait() == number).all()
+        comm.barrier()
+        return resident_nbytes()
+
+    def rest(comm: Any) -> int:
+        comm.barrier()
+        return resident_nbytes()
+
+    on_each(runtime, exchange)  # from here on both keep the memory of two copies
+    before = max(on_each(runtime, rest))
+    for _ in range(storm_count(1)):
+        assert max(on_each(runtime, exchange)) < before + 6 * nbytes  # three messages of each rank
+        assert max(on_each(runtime, rest)) < before + (16 << 20)

@@ -7,6 +7,7 @@ With one send left out somebody must be: every rank then has an error, and none 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,11 @@ def program(seed: str, size: int) -> list[list[Event]]:
         kind = "isend" if count > 5 else rng.choice(("send", "isend"))
         timed.append((sent, sender, Event(kind, number, receiver, tag, count)))
         timed.append((waited, receiver, Event("wait", number, sender, tag, count)))
-    for number in range(rng.randrange(6)):  # started by all in one order, and waited for later
-        begun = [(number + rng.random()) / 6 for _ in range(size)]
+    for number in range(rng.randrange(len(COLLECTIVES) + 1)):  # started by all in one order, and waited for later
+        begun, count = [(number + rng.random()) / 6 for _ in range(size)], rng.choice((0, 1, 700, 90_000))
         for rank in range(size):
-            timed.append((begun[rank], rank, Event("start", number, count=(700, 90_000)[number % 2])))
-            timed.append((rng.uniform(max(begun), 1.01), rank, Event("finish", number)))
+            timed.append((begun[rank], rank, Event("start", number, count=count)))
+            timed.append((rng.uniform(max(begun), 1.01), rank, Event("finish", number, count=count)))
     timed.sort(key=lambda each: each[0])
     ranks: list[list[Event]] = [[event for _, rank, event in timed if rank == each] for each in range(size)]
     return [_with_receives(rng, rank, ranks) for rank in range(size)]
@@ -84,6 +85,24 @@ def values(number: int, count: int) -> np.ndarray:
     return array.reshape(-1, 2) if number % 3 == 0 and count % 2 == 0 else array
 
 
+def brought(rank: int, event: Event) -> np.ndarray:
+    """Return what a rank brings to a collective."""
+    return np.arange(event.count) + float(rank + event.number)
+
+
+COLLECTIVES: list[tuple[Callable[..., Any], Callable[[list[np.ndarray], int], Any]]] = [
+    # how it is started with what a rank brings, and what it gives on a rank, of what all bring
+    (lambda comm, x: comm.all_reduce(x, "sum", async_op=True), lambda every, rank: sum(every)),
+    (lambda comm, x: comm.broadcast(x, comm.world_size - 1, async_op=True), lambda every, rank: every[-1]),
+    (lambda comm, x: comm.all_gather(x, async_op=True), lambda every, rank: np.stack(every)),
+    (
+        lambda comm, x: comm.reduce_scatter(np.stack([x * k for k in range(comm.world_size)]), "sum", async_op=True),
+        lambda every, rank: rank * sum(every)[None],
+    ),
+    (lambda comm, x: comm.barrier(async_op=True), lambda every, rank: None),
+]
+
+
 def run(events: list[Event], size: int, *, is_whole: bool) -> int:
     """Run a rank's program; check what comes, where nothing was left out."""
     comm = synk.comm
@@ -104,10 +123,10 @@ def run(events: list[Event], size: int, *, is_whole: bool) -> int:
             if is_whole:
                 assert_same(got, values(number, event.count))
         elif event.kind == "start":
-            requests[key] = comm.all_reduce(np.full(event.count, comm.rank + number), "sum", async_op=True)
+            requests[key] = COLLECTIVES[number][0](comm, brought(comm.rank, event))
         else:
-            total = size * number + size * (size - 1) // 2
-            assert set(requests["start", number].wait().tolist()) == {total}
+            every = [brought(rank, event) for rank in range(size)]
+            assert_same(requests["start", number].wait(), COLLECTIVES[number][1](every, comm.rank))
     return 1
 
 

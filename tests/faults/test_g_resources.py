@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
+import subprocess
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +22,11 @@ from support.harness import (
     pids,
     same_workers,
     script,
+    wait_until_dead,
 )
 
 import synk
-from synk.errors import SharedMemoryError
+from synk.errors import SharedMemoryError, StartupError
 
 Fork = Callable[..., Any]
 
@@ -49,7 +52,7 @@ def test_G1_the_system_refuses_the_memory() -> None:
     code = """
         import resource
         from support.harness import assert_right, pids
-        from synk.errors import SharedMemoryError
+        from synk.errors import SharedMemoryError, StartupError
 
         def case(where):
             rt = synk.fork(2, backend="numpy")
@@ -160,7 +163,7 @@ def test_G3_few_descriptors() -> None:
     script("""
         import resource
         from support.harness import assert_right, census, settled_census
-        from synk.errors import SharedMemoryError, StartupError
+        from synk.errors import SharedMemoryError, StartupError, StartupError
 
         def limit(n):
             resource.setrlimit(resource.RLIMIT_NOFILE, (n, 4096))
@@ -200,7 +203,7 @@ def test_G4_little_address_space() -> None:
     script("""
         import resource
         from support.harness import assert_right, pids
-        from synk.errors import SharedMemoryError
+        from synk.errors import SharedMemoryError, StartupError
 
         def limit(pid, nbytes):
             with open(f"/proc/{pid}/statm") as file:
@@ -232,37 +235,21 @@ def test_G4_little_address_space() -> None:
 
 
 @pytest.mark.own_start
-def test_G5_the_system_refuses_a_process() -> None:
+def test_G5_the_system_refuses_a_process(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started workers are ended, the limit is named."""
-    script("""
-        import subprocess
-        from support.harness import assert_right, census, settled_census
-        from synk.errors import StartupError
-        with synk.fork(1, backend="numpy") as rt:
-            assert_right(rt)
-        del rt
-        baseline = census()
-        real = subprocess.Popen
-        started = []
+    real, started = subprocess.Popen, []
 
-        class Refusing(real):
-            def __init__(self, *args, **kwargs):
-                if len(started) == 2:
-                    raise BlockingIOError(11, "Resource temporarily unavailable")
-                super().__init__(*args, **kwargs)
-                started.append(self.pid)
+    def start(*args: Any, **options: Any) -> Any:
+        if len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(real(*args, **options))
+        return started[-1]
 
-        subprocess.Popen = Refusing
-        try:
-            synk.fork(4, backend="numpy").distribute()
-        except StartupError as error:
-            print("refused", "Resource temporarily unavailable" in str(error))
-        subprocess.Popen = real
-        left = settled_census(baseline).leftovers(baseline)
-        assert not left, left
-        with synk.fork(2, backend="numpy") as rt:
-            assert_right(rt)
-    """).check("refused True\n")
+    with monkeypatch.context() as patch, pytest.raises(StartupError, match="Resource temporarily unavailable"):
+        patch.setattr(subprocess, "Popen", start)
+        runtime(4).distribute()
+    assert len(started) == 2 and all(wait_until_dead(each.pid) for each in started)
+    assert_right(runtime(2))
 
 
 def rss_nbytes(pid: int) -> int:
@@ -314,29 +301,22 @@ def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Calla
         assert grown < 1 << 18
 
 
-def test_G7_without_memfd() -> None:
+def test_G7_without_memfd(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unlinked file takes its place: the same results, and no name is left."""
-    script("""
-        import errno
-        from support.harness import assert_right, pids, kill_and_wait
-        import warnings
 
-        def refused(*_, **__):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-        os.memfd_create = refused
-        with synk.fork(2, backend="numpy") as rt:
-            before = pids(rt)
-            data = rt.data(np.arange(1000.0))
-            total = rt.function(lambda x: x.sum(), outputs="sum")
-            assert total(data) == 499500
-            data.set_length(500)
-            assert total(data) == np.arange(500).sum()
-            big = rt.function(lambda x: np.full(1 << 17, x.max()), outputs="max")
-            assert (big(data) == 499).all()
-            kill_and_wait(before[0])
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert total(data) == np.arange(500).sum()
-            assert_right(rt)
-    """).check("")
+    monkeypatch.setattr(os, "memfd_create", refused)
+    rt = runtime(2)
+    workers, data = pids(rt), rt.data(np.arange(1000.0))
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    assert total(data) == 499500
+    data.set_length(500)
+    assert total(data) == np.arange(500).sum()
+    big = rt.function(lambda x: np.full(1 << 17, x.max()), outputs="max")
+    assert (big(data) == 499).all()
+    kill_and_wait(workers[0])
+    with pytest.warns(RuntimeWarning):
+        assert total(data) == np.arange(500).sum()
+    assert_right(rt)

@@ -569,38 +569,25 @@ class Scenario:
             prelude = _FORKING + prelude
         path.write_text(prelude + textwrap.dedent(code), encoding="utf-8")
         search_path = os.pathsep.join([str(PACKAGE_FOLDER), str(TESTS_FOLDER)])
-        self.process = subprocess.Popen(
-            [sys.executable, *flags, str(path)],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": search_path, _MARK: self.mark, **(env or {})},
-        )
+        self._output = {name: Path(self._folder.name, name) for name in ("stdout", "stderr")}
+        with open(self._output["stdout"], "wb") as stdout, open(self._output["stderr"], "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, str(path)],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                cwd=cwd,
+                env={**os.environ, "PYTHONPATH": search_path, _MARK: self.mark, **(env or {})},
+            )
         self.pid = self.process.pid
-        self._arrived = threading.Condition()
-        self._streams = {"stdout": bytearray(), "stderr": bytearray()}
-        self._readers = [
-            threading.Thread(target=self._read, args=(name, getattr(self.process, name)), daemon=True)
-            for name in self._streams
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, name: str, stream: Any) -> None:
-        while chunk := os.read(stream.fileno(), 1 << 16):
-            with self._arrived:
-                self._streams[name] += chunk
-                self._arrived.notify_all()
-        with self._arrived:
-            self._arrived.notify_all()
 
     def __enter__(self) -> Scenario:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._end()
+        self._kill()
+        self._folder.cleanup()
 
     def send_signal(self, signal_number: int) -> None:
         """Signal the program alone."""
@@ -609,23 +596,15 @@ class Scenario:
 
     def wait_for_line(self, start: str) -> str:
         """Return the first line of standard output that begins with ``start``, waiting for it."""
-
-        def found() -> str | None:
-            lines = self._streams["stdout"].decode(errors="replace").splitlines(keepends=True)
-            return next((line for line in lines if line.startswith(start) and line.endswith("\n")), None)
-
-        def is_settled() -> bool:
-            return found() is not None or not self._readers[0].is_alive()
-
-        with self._arrived:
-            while not is_settled() and time.monotonic() < self._deadline:
-                self._arrived.wait(0.2)
-        line = found()
+        line = None
+        while line is None:
+            is_over = self.process.poll() is not None or time.monotonic() > self._deadline
+            lines = self._text("stdout").splitlines(keepends=True)
+            line = next((each for each in lines if each.startswith(start) and each.endswith("\n")), None)
+            if line is None:
+                assert not is_over, f"never printed {start!r}\n{self._text('stdout')}{self._text('stderr')}"
+                time.sleep(0.005)
         shm_files(self.processes)
-        if line is None:
-            self._end()
-            output = self._text("stdout") + self._text("stderr")
-            raise AssertionError(f"the scenario never printed {start!r}\n{output}")
         return line.rstrip("\n")
 
     def finish(self, grace_s: float = 10.0) -> Result:
@@ -643,9 +622,9 @@ class Scenario:
         left = [pid for pid in self.processes() if not wait_until_dead(pid, max(deadline - time.monotonic(), 0.0))]
         leftovers = [] if is_hung else [f"process {pid} {process_stat(pid)}" for pid in left]
         left_files = shm_files(self.processes) - self._shm
-        self._end()
-        leftovers += [path for path in sorted(left_files) if is_abandoned(path)]
+        self._kill()
         stdout, stderr = self._text("stdout"), self._text("stderr")
+        leftovers += [path for path in sorted(left_files) if is_abandoned(path)]
         assert not is_hung, f"the scenario hung\n{stdout}\n{stderr}"
         return Result(self.process.returncode, stdout, stderr, tuple(leftovers))
 
@@ -658,7 +637,7 @@ class Scenario:
             return f"{_MARK}={self.mark}".encode() in file.read()
         return False
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(pid)
@@ -667,15 +646,9 @@ class Scenario:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 os.close(pidfd)
         self.process.wait()
-        for reader in self._readers:
-            reader.join(5.0)
-        for stream in (self.process.stdout, self.process.stderr, self.process.stdin):
-            if stream is not None:
-                stream.close()
-        self._folder.cleanup()
 
     def _text(self, name: str) -> str:
-        return self._streams[name].decode(errors="replace")
+        return self._output[name].read_bytes().decode(errors="replace")
 
 
 def script(code: str, *, timeout: float = 90.0, grace_s: float = 10.0, **options: Any) -> Result:
