@@ -93,24 +93,10 @@ def test_a_node_that_is_not_in_the_next_call_learns_that_the_one_before_it_was_c
 # ----- resident objects
 
 
-def make_step(rt: synk.Runtime, log: synk.Resident) -> Any:
-    """Return a function by which every rank with rows adds the same amount to its list."""
-
-    def step(x: np.ndarray, amount: float) -> float:
-        log.value.append(amount)
-        return float(x.sum())
-
-    return rt.function(step, outputs="sum", bcast_inputs="amount", updates=[log])
-
-
-def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
-    return [log.get(rank) for rank in range(rt.world_size)]
-
-
 def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Any) -> None:
     rt = reused("1+3")
     log, unchanged = rt.resident([], name="log"), rt.resident([1, 2], name="unchanged")
-    step = make_step(rt, log)
+    step = rt.function(lambda x, amount: log.value.append(amount), outputs=None, bcast_inputs="amount", updates=[log])
     read = rt.function(lambda x: len(log.value), outputs="first")
     step(X, 1.0)
     step(np.ones(1), 2.0)  # rank 0 alone, which is a node of its own
@@ -121,7 +107,7 @@ def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Any) -> None
     assert unchanged.get(3) == [1, 2]
     log.set([])
     step(X, 3.0)
-    assert logs(rt, log) == [[3.0]] * 4
+    assert [log.get(rank) for rank in range(4)] == [[3.0]] * 4
 
 
 # ----- on_restart

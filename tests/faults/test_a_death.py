@@ -104,17 +104,6 @@ def test_A2_A3_A5_sigkill_at_each_step_of_a_call(reused: Fork, subtests: pytest.
             assert f(ROWS) == expected if op is None else (f(ROWS) == expected).all()
 
 
-def test_A6_A14_death_after_the_reply_is_complete(reused: Fork) -> None:
-    """The next call tells of it by a warning, and is right."""
-    rt = reused(2, failpoint("call.after_reply", rank=1, nth=2, action="segv"))
-    with replaced_workers(rt, [1]) as before:
-        assert total(rt)(ROWS) == 15
-        assert wait_until_dead(before[1])
-        with pytest.warns(RuntimeWarning, match=r"rank 1.*SIGSEGV") as caught:
-            assert total(rt)(ROWS) == 15
-        assert len(caught) == 1
-
-
 def test_A7_death_while_a_big_argument_or_function_is_sent(reused: Fork) -> None:
     blob = b"x" * (1 << 24)
     rt = reused(2, failpoint("call.received", rank=1, nth=2))

@@ -434,6 +434,7 @@ def test_D8_stop_and_continue() -> None:
         scenario.finish().check("ready\ndone\n")
 
 
+@pytest.mark.own_start
 def test_D10_workers_start_with_default_handlers_and_an_empty_mask() -> None:
     script("""
         from support.harness import assert_right

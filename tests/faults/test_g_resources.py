@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from support.harness import (
     descriptors,
     kill_and_wait,
     mapped_memfds,
-    outcomes,
     pids,
     same_workers,
     script,
     wait_until_dead,
 )
+from support.rank_arrays import assert_same, everywhere
 
 import synk
 from synk.errors import SharedMemoryError, StartupError
@@ -47,68 +47,60 @@ def test_G1_data_that_does_not_fit(shared_runtimes: Any) -> None:
         np.testing.assert_array_equal(old.data[:1000], np.arange(1000.0))
 
 
-def test_G1_the_system_refuses_the_memory() -> None:
-    """A file size limit hits memory files as a full machine would; the workers have it too."""
-    code = """
-        import resource
-        from support.harness import assert_right, pids
-        from synk.errors import SharedMemoryError, StartupError
+@contextlib.contextmanager
+def no_large_memory(workers: list[int]) -> Iterator[None]:
+    """Have the system refuse this process and the workers memory files of more than 1 MB, as a full machine would."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for pid in (0, *workers):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, usual[1]))
+        yield
+    finally:
+        for pid in (0, *workers):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
 
-        def case(where):
-            rt = synk.fork(2, backend="numpy")
-            keep = rt.data(np.arange(1000.0))
-            total = rt.function(lambda x: x.sum(), outputs="sum")
-            length = rt.function(lambda blob, x: len(blob["b"]), bcast_inputs="blob", outputs="max")
-            grow = rt.function(lambda x: np.ones((int(x[0]), 1 << 16)), outputs={"large result": "sum"}.get(where))
-            w = rt.shared(np.concatenate([np.full(600, 1.0), np.full(600, 2.0)]), sharded=True)
 
-            def assign(x):
-                w.value = np.full(1 << 18 if x[0] else 700, x.sum())
-                return 0.0
+BLOB = bytes(1 << 23)
+REFUSED: dict[str, Callable[[Any, Any, Any], object]] = {
+    # what is done with a runtime, data of 1000 rows and a sharded variable of 600 rows on each of two ranks
+    "data": lambda rt, keep, w: rt.data(np.ones(1 << 20)),
+    "staging": lambda rt, keep, w: rt.function(np.sum, outputs="sum")(np.ones(1 << 20)),
+    "broadcast": lambda rt, keep, w: rt.function(lambda b, x: len(b), bcast_inputs="b", outputs="max")(
+        bytes(1 << 23), keep
+    ),
+    "result": lambda rt, keep, w: rt.function(lambda x: np.ones((40, 1 << 16)), outputs=None)(keep),
+    "large result": lambda rt, keep, w: rt.function(lambda x: np.ones((40, 1 << 16)), outputs="sum")(keep),
+    "growing": lambda rt, keep, w: keep.set_length(1 << 20),
+    "value": lambda rt, keep, w: assign_to(rt, w, 0, 1),
+    "value of rank 0": lambda rt, keep, w: assign_to(rt, w, 0),
+    "value of rank 1": lambda rt, keep, w: assign_to(rt, w, 1),
+}
 
-            assigning = rt.function(assign)
-            assert_right(rt)
-            assert total(keep) == 499500
-            before = pids(rt)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-            for pid in before:
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-            big = np.ones(1 << 20)
-            act = {
-                "data": lambda: rt.data(big),
-                "staging": lambda: total(big),
-                "broadcast": lambda: length({"b": bytes(1 << 23)}, keep),
-                "result": lambda: grow(np.full(4, 40)),
-                "large result": lambda: grow(np.full(4, 40)),
-                "growing": lambda: keep.set_length(1 << 20),
-                "value": lambda: assigning(np.ones(4)),
-                "value of rank 0": lambda: assigning(np.array([1.0, 1.0, 0.0, 0.0])),
-                "value of rank 1": lambda: assigning(np.array([0.0, 0.0, 1.0, 1.0])),
-            }[where]
-            num_refused = 0
+
+def assign_to(rt: Any, w: Any, *large: int) -> None:
+    def assign(x: np.ndarray) -> float:
+        w.value = np.full(1 << 18 if synk.comm.rank in large else 700, x.sum())
+        return 0.0
+
+    rt.function(assign)(np.ones(4))
+
+
+def test_G1_the_system_refuses_the_memory(runtime: Fork, subtests: pytest.Subtests) -> None:
+    """No value of any rank has changed then."""
+    for where, act in REFUSED.items():
+        rt = runtime(2)
+        keep, values = rt.data(np.arange(1000.0)), [np.full(600, 1.0), np.full(600, 2.0)]
+        w = rt.shared(np.concatenate(values), sharded=True)
+        total = rt.function(lambda x: x.sum(), outputs="sum")
+        assert total(keep) == 499500
+        with subtests.test(where), same_workers(rt) as workers:
             for _ in range(3):
-                try:
-                    act()
-                except SharedMemoryError as error:
-                    assert any(word.isdigit() for word in str(error).split()), error
-                    num_refused += 1
+                with no_large_memory(workers), pytest.raises(SharedMemoryError, match=r"\b\d+\b"):
+                    act(rt, keep, w)
                 assert total(keep) == 499500
-                assert [(len(w[rank]), *{*w[rank].tolist()}) for rank in (0, 1)] == [(600, 1.0), (600, 2.0)]
-            assert num_refused == 3
-            assert pids(rt) == before
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            for pid in before:
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            act()
-            assert_right(rt)
-            assert pids(rt) == before
-            assert max(w.lengths) == (1 << 18 if "value" in where else 600)
-            rt.close()
-    """
-    cases = [(where,) for where in ("data", "staging", "broadcast", "result", "large result", "growing")]
-    cases += [("value",), ("value of rank 0",), ("value of rank 1",)]
-    found = outcomes(code, cases)
-    assert not any(found.values()), found
+                assert_same(everywhere(rt, w), values)
+            act(rt, keep, w)
+        rt.close()
 
 
 def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
