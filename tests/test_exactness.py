@@ -170,7 +170,7 @@ def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_coun
     functions = [
         {op: shared_runtimes[place].function(kernel, outputs=op) for op, kernel in KERNELS.items()} for place in places
     ]
-    for case in drawn_calls(storm_count(3 // len(places)), seed=f"{where}"):
+    for case in drawn_calls(storm_count(4 - len(places)), seed=f"{where}"):
         with subtests.test(case=str(case)):
             x = LAYOUTS[case.layout](rows_of(case.dtype, case.op, case.rows, case.columns, case.seed))
             batch = pick(case.batch, case.rows, np.random.default_rng(case.seed))

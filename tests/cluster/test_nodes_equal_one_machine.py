@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,30 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.rank_arrays import assert_same
-from test_exactness import KERNELS, assert_equal, reference
 
 import synk
 
 Pair = collections.namedtuple("Pair", "low high")
 X = np.arange(7.0)
-
-
-def test_large_reductions_of_nodes(nodes: synk.Runtime, subtests: Any) -> None:
-    """From 256 KB on the workers of a node reduce, each its chunk; the head merges the partial results of the nodes."""
-    rng = np.random.default_rng(3)
-    for op, dtype in itertools.product(["avg", "sum", "prod", "min", "max"], ["float16", "float32", "int32"]):
-        if (op, dtype) == ("avg", "int32"):
-            continue
-        x = rng.integers(-2, 3, (7, 140_000)).astype(dtype)
-        f = nodes.function(lambda x, op=op: (KERNELS[op](x), x[:, :2]), bcast_inputs="op", outputs=(op, "gather"))
-        for turn in range(3):  # the ranks put their parts in place without being asked from the second call on
-            with subtests.test(case=f"{op} of {dtype}, call {turn}"):
-                large, small = f(x)
-                assert_equal(large, reference(op, x), op)
-                np.testing.assert_array_equal(small, x[:, :2])
-
-
-# ----- programs that are run on one machine and over nodes
 
 
 class Median(synk.Op):

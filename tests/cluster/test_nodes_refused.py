@@ -7,11 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import PACKAGE_FOLDER, script
 
 import synk
 import synk.profiler
+from synk.cluster.split import counts_of
 from synk.errors import StartupError, UnsupportedError
 
 OPTIONS = {
@@ -39,6 +41,16 @@ def test_arguments_and_options_of_fork(subtests: Any) -> None:
             synk.Runtime(1, cluster="here", nodes=2, **{name: value})
     with pytest.raises(TypeError, match=r"got num_workers=\(1, 3\), expected an integer or None"):
         synk.Runtime((1, 3))
+
+
+def test_the_number_of_workers() -> None:
+    assert [counts_of(2, 3), counts_of((1, 3), 2), counts_of(np.int64(1), 2)] == [(2, 2, 2), (1, 3), (1, 1)]
+    wrong: list[tuple[Any, type[Exception]]] = [
+        *(((1, 2, 3), ValueError), (0, ValueError), ((2, 0), ValueError), (1.5, TypeError), ("22", TypeError))
+    ]
+    for num_workers, error in wrong:
+        with pytest.raises(error, match="cannot fork: got num_workers="):
+            counts_of(num_workers, 2)
 
 
 MACHINES: list[tuple[Any, Any]] = [

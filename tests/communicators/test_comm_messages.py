@@ -42,29 +42,6 @@ def test_a_message_brings_its_shape_and_dtype(at: Any, place: Any) -> None:
     assert all(on_each(runtime, body))
 
 
-@pytest.mark.parametrize("place", [2, "2+1"])
-def test_what_was_left_for_a_peer_stays(shared_runtimes: Any, place: Any) -> None:
-    """Whatever its axes and size, while the sender goes on and makes and drops arrays of its own."""
-
-    def body(comm: Any) -> bool:
-        sizes = (40, 50_000, 125_000, 2_000_000)
-        arrays = [np.arange(float(size)).reshape((1,) * axes + (-1,)) for size in sizes for axes in range(7)]
-        if comm.rank == 0:
-            for array in arrays:
-                comm.isend(array, 1)
-                for size in sizes:
-                    np.full(size, np.nan)
-        comm.barrier()
-        if comm.rank == 1:
-            for number, array in enumerate(arrays):
-                got = comm.recv(0, out=np.empty(array.shape)) if number % 2 else comm.recv(0)
-                assert got.shape == array.shape
-                np.testing.assert_array_equal(got, array)
-        return True
-
-    assert all(on_each(shared_runtimes[place], body))
-
-
 @pytest.mark.parametrize("place", [2, "1+1"])
 def test_messages_of_36_mb_in_both_directions_at_once(shared_runtimes: Any, place: Any) -> None:
     """More than the memory that is kept for them: one that waits for its receiver, and two that do not."""

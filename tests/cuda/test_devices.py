@@ -57,18 +57,6 @@ def test_a_driver_that_fails_or_hangs_is_one_line(driver: pytest.MonkeyPatch, fa
     assert gpus.failure in explain_absence(gpus, has_cupy=True)
 
 
-def test_cuda_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each value of the variable, and not at all where there is no driver."""
-    asked: list[Any] = []
-    monkeypatch.setattr(_devices, "DRIVER_FILES", ("/",))
-    monkeypatch.setattr(_devices, "list_devices", lambda *args, **options: asked.append(args) or [13000])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a value of this test")
-    assert visible_gpus() is visible_gpus()
-    assert len(asked) == 1
-    monkeypatch.setattr(_devices, "DRIVER_FILES", ("/no/driver",))
-    assert visible_gpus() == Gpus()
-
-
 def test_ranks_follow_the_visible_devices(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus.install_driver(monkeypatch, 4)
     devices = list(visible_gpus().devices)

@@ -230,7 +230,9 @@ def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("refuse", ["", "1"])
-def test_registered_memory_is_given_back(gpu: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any, refuse: str) -> None:
+def test_registered_memory_is_given_back(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuse: str
+) -> None:
     """That of data which was freed. Where registering is refused calls work, and the profile says what was pageable."""
     monkeypatch.setenv("SYNK_FAKE_REFUSE", refuse)
     rt = gpu(2)
@@ -243,6 +245,9 @@ def test_registered_memory_is_given_back(gpu: Any, monkeypatch: pytest.MonkeyPat
     assert sum(each.nbytes for each in pageable) == (8 * 100_020 + 2 * 3 * 8 if refuse else 0)
     count = rt.function(lambda x: len(sys.modules["cupy"].cuda.runtime.registered()), outputs=None)
     assert max(count(np.ones(2))) <= 4  # slots, staging, results
+    said = [record.getMessage() for record in caplog.records]
+    told = "cannot register shared memory with CUDA (cudaError 801): copies take longer."
+    assert sorted(said) == ([f"[rank {rank}] {told}" for rank in range(2)] if refuse else []), "each rank says it once"
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------

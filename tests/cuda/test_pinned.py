@@ -71,22 +71,6 @@ def test_a_segment_that_lies_where_another_lay_is_registered_anew(cupy: Any) -> 
     arena.close()
 
 
-def test_a_refusal_is_said_once(
-    cupy: Any, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
-    pinned = PinnedSegments(cupy.cuda.runtime)
-    for _ in range(2):
-        pinned.add(segment)
-        for _ in range(2):
-            assert pinned.on_device(address_of(segment.buffer), 1) == 0
-    assert "801" in pinned.refusal
-    assert [record.getMessage() for record in caplog.records] == [
-        "cannot register shared memory with CUDA (cudaError 801): copies take longer."
-    ]
-    pinned.close()
-
-
 PICKS: list[Any] = [slice(None), slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0], []]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -457,48 +458,38 @@ def test_D10_workers_start_with_default_handlers_and_an_empty_mask() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Ctrl-C does not cancel the task before Python 3.11")
-def test_D1_ctrl_c_under_asyncio_run() -> None:
+def test_D1_ctrl_c_under_asyncio_run(reused: Fork) -> None:
     """It ends a call, though asyncio's handler would only cancel the task, which the blocked loop does not notice.
 
     What a coroutine does as it ends is not interrupted once more, and the loop has its handler back.
     """
-    script("""
-        import asyncio
-        from support.harness import assert_right, pids
-        master = os.getpid()
+    rt, master, results = reused(2), os.getpid(), []
 
-        def press(x):
-            if x[0]:
-                os.kill(master, signal.SIGINT)
-            while True:
-                time.sleep(0.01)
+    def press(x: np.ndarray) -> None:
+        if x[0]:
+            os.kill(master, signal.SIGINT)
+        saboteurs.loop_for_ever()
 
-        async def call(act):
-            handler = signal.getsignal(signal.SIGINT)
-            try:
-                await act()
-            finally:
-                assert signal.getsignal(signal.SIGINT) is handler
+    pressing, total = rt.function(press, outputs="sum"), rt.function(lambda x: x.sum(), outputs="sum")
 
-        async def press_in_a_call():
-            pressing(np.arange(2.0))
+    async def call(act: Callable[[], Any]) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            await act()
+        finally:
+            assert signal.getsignal(signal.SIGINT) is handler
 
-        async def press_and_call():
-            signal.raise_signal(signal.SIGINT)
-            try:
-                await asyncio.sleep(20)
-            finally:
-                print((double(np.arange(3.0)) == 2 * np.arange(3.0)).all(), flush=True)
+    async def press_in_a_call() -> None:
+        pressing(np.arange(2.0))
 
-        with synk.fork(2, backend="numpy") as rt:
-            pressing = rt.function(press, outputs="sum")
-            double = rt.function(lambda x: 2 * x, outputs="gather")
-            before = pids(rt)
-            for act in (press_in_a_call, press_and_call):
-                try:
-                    asyncio.run(call(act))
-                except KeyboardInterrupt:
-                    print("interrupted", flush=True)
-                assert pids(rt) == before
-            assert_right(rt)
-    """).check("interrupted\nTrue\ninterrupted\n")
+    async def press_and_call() -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(20)
+        finally:
+            results.append(total(X))
+
+    for act in (press_in_a_call, press_and_call):
+        with same_workers(rt), pytest.raises(KeyboardInterrupt):
+            asyncio.run(call(act))
+    assert results == [6.0]

@@ -38,11 +38,7 @@ def hear_of(runtime: Any, *pids: int) -> None:
 
 def num_unread(runtime: Any, node: int) -> int:
     """Return how many answers of a node the head has not read."""
-    return num_waiting(runtime._session.processes.nodes[node].process.link.read_fd)
-
-
-def num_waiting(fd: int) -> int:
-    """Return how many messages nobody has read from a pipe."""
+    fd = runtime._session.processes.nodes[node].process.link.read_fd
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // 8
 
 
