@@ -174,9 +174,8 @@ class ReusedRuntimes:
         """Close all but the last ones."""
         while len(self._idle) > num_kept:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", RuntimeWarning
-                )  # of objects that were lost with workers that a test killed
+                # of objects that were lost with workers that a test killed
+                warnings.simplefilter("ignore", RuntimeWarning)
                 self._idle.pop(0)[1].close()
 
 

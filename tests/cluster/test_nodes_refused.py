@@ -16,9 +16,7 @@ import synk.profiler
 from synk.cluster.split import counts_of
 from synk.errors import StartupError, UnsupportedError
 
-OPTIONS = {
-    "backend": "torch", "devices": [0],
-}  # fmt: skip
+OPTIONS = {"backend": "torch", "devices": [0]}
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [

@@ -50,12 +50,6 @@ def do(comm: Any, program: str, **others: Any) -> Any:
     return eval(program, {**names, **arrays, **others})
 
 
-def read_only(shape: Any) -> np.ndarray:
-    array = np.zeros(shape)
-    array.flags.writeable = False
-    return array
-
-
 TAKE_AN_ARRAY = (
     *("send({}, 0)", "isend({}, 0)", "recv(0, like={})", "irecv(0, out={})", "gather({})", "scatter({})"),
     *("all_to_all({})", "broadcast({})", "all_gather({})", "all_gather({}, 0)", "all_reduce({}, 'max')"),
@@ -73,7 +67,7 @@ OUT_SHAPES: dict[str, Callable[[int, int], Any]] = {
 WRONG_OUTS: dict[str, Callable[[Any], Any]] = {
     "of another shape": lambda shape: np.zeros((2, *shape)),
     "of another dtype": lambda shape: np.zeros(shape, "f4"),
-    "read-only": read_only,
+    "read-only": lambda shape: np.frombuffer(np.zeros(shape).tobytes()).reshape(shape),
     "with gaps": lambda shape: np.zeros((*shape, 2))[..., 0],
     "a list": lambda shape: [0.0],
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.places import PLACES, on_each
+from support.saboteurs import resident_nbytes
 
 ARRAYS = [
     np.arange(count).astype(dtype).reshape(shape)
@@ -150,11 +151,6 @@ def test_large_messages_arrive_whatever_their_receiver_does(at: Any, place: Any,
     for body in LARGE_ONES:
         with subtests.test(case=body.__name__):
             on_each(at(place), body)
-
-
-def resident_nbytes() -> int:
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
 
 
 def test_exchanges_of_64_mb_do_not_grow(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:

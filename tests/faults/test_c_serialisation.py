@@ -21,9 +21,8 @@ from synk.errors import CallTimeout, SerializationError, StartupError, WorkerDie
 
 ROWS = np.arange(4.0)
 Fork = Callable[..., Any]
-TOO_DEEP = (
-    200_000 if sys.version_info >= (3, 14) else 5000
-)  # what fits on the stack of C, not a number, is the limit then
+# From 3.14 on the limit is what fits on the stack of C, not a number.
+TOO_DEEP = 200_000 if sys.version_info >= (3, 14) else 5000
 
 
 @pytest.fixture

@@ -99,8 +99,7 @@ def test_D1_ctrl_c_in_code_of_the_users_in_the_program(reused: Fork, tmp_path: P
 
     def stay(*_: object) -> Any:
         begun.touch()
-        while True:
-            pass
+        saboteurs.loop_for_ever()
 
     class Hooked:
         __reduce__ = stay

@@ -14,15 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import (
-    TESTS_FOLDER,
-    assert_right,
-    kill_and_wait,
-    pids,
-    same_workers,
-    script,
-    wait_until_dead,
-)
+from support.harness import TESTS_FOLDER, assert_right, kill_and_wait, pids, same_workers, script, wait_until_dead
 
 import synk
 from synk.errors import ClosedError, SynkError

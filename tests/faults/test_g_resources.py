@@ -24,6 +24,7 @@ from support.harness import (
     wait_until_dead,
 )
 from support.rank_arrays import assert_same, everywhere
+from support.saboteurs import resident_nbytes
 
 import synk
 from synk.errors import SharedMemoryError, StartupError
@@ -244,12 +245,6 @@ def test_G5_the_system_refuses_a_process(runtime: Fork, monkeypatch: pytest.Monk
     assert_right(runtime(2))
 
 
-def rss_nbytes(pid: int) -> int:
-    """Return the resident bytes of a process."""
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:
     """Of changing shapes and several functions: memory, descriptors and mappings stay flat, in all processes."""
     rt = shared_runtimes[2]
@@ -280,7 +275,7 @@ def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Calla
     everyone = [os.getpid(), *pids(rt)]
     with same_workers(rt):
         run(400)
-        fds, resident = held(), [rss_nbytes(pid) for pid in everyone]
+        fds, resident = held(), [resident_nbytes(pid) for pid in everyone]
         tracemalloc.start()
         first = tracemalloc.get_traced_memory()[0]
         run(200)
@@ -289,7 +284,7 @@ def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Calla
         run(storm_count(400))
         assert all(now <= before + 2 for before, now in zip(fds, held(), strict=True))
         for pid, before in zip(everyone, resident, strict=True):
-            assert rss_nbytes(pid) < before + (8 << 20)
+            assert resident_nbytes(pid) < before + (8 << 20)
         assert grown < 1 << 18
 
 

@@ -165,7 +165,7 @@ def test_I4_odd_arguments_and_interpreters() -> None:
         import pathlib
         sys.path += [pathlib.Path("/some/where"), None, 3, b"/bytes"]
         sys.path += [f"/no/such/folder/{number}" for number in range(100)] + ["/" + "x" * 10_000_000]
-        parts = [f"data/part-{number:06}.npy" for number in range(500_000)]
+        parts = [f"data/{number}" + "x" * 100_000 for number in range(100)]
         sys.argv = ["program", pathlib.Path("/data/file"), 7, *parts]
         with synk.fork(1, backend="numpy") as rt:
             seen = rt.function(lambda row: repr((sys.path, sys.argv)), outputs=None)(np.ones(1))[0]

@@ -239,3 +239,9 @@ def anonymous_kb() -> int:
     """Return the private memory of this process, in KB: copies of its own, pages of shared segments not counted."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
+
+
+def resident_nbytes(pid: int | str = "self") -> int:
+    """Return the resident bytes of a process."""
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
