@@ -95,11 +95,7 @@ MISTAKES: list[Mistake] = [
     # -- how it is called
     (lambda rt: rt.function(total)(X, bacth=3), TypeError, r"\['batch', 'num_slices', .*Did you mean 'batch'\?"),
     (lambda rt: rt.function(total)(z=X), TypeError, r"unexpected keyword argument 'z', expected one of \['x'\]"),
-    (
-        lambda rt: rt.function(lambda x: (1.0, 2.0))(X, output_subset=[2]),
-        IndexError,
-        "expected an integer from -2 to 1",
-    ),
+    (lambda rt: rt.function(lambda x: (1.0, 2.0))(X, output_subset=[2]), IndexError, "an integer from -2 to 1"),
     (lambda rt: rt.function(lambda x: x.mean())(X, output_subset=[0]), IndexError, "it returns one value"),
     (lambda rt: rt.function(talks)(X, num_slices=2), ValueError, r"num_slices above 1.*num_slices=1"),
     (lambda rt: rt.function(total)(X, 3), TypeError, r"total\(\).*too many positional"),
@@ -114,11 +110,7 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(total)(X, batch=7), (ValueError, IndexError), r"7"),
     # -- what it returns
     (lambda rt: rt.function(lambda x: "text")(X), (TypeError, ValueError), r"str|text"),
-    (
-        lambda rt: rt.function(lambda x: x * 2)(X[:5]),
-        CollectiveMismatch,
-        'outputs="gather" if .* one value for each row',
-    ),
+    (lambda rt: rt.function(lambda x: x * 2)(X[:5]), CollectiveMismatch, '"gather" if .* one value for each row'),
     (lambda rt: rt.function(total)(torch.ones(4, requires_grad=True)), (TypeError, ValueError), r"detach"),
     (lambda rt: rt.function(lambda x: threading.Lock(), outputs=None)(X), (SynkError, TypeError), r"lock"),
     (
@@ -128,6 +120,9 @@ MISTAKES: list[Mistake] = [
     ),
     (lambda rt: rt.function(sums, outputs="sum")(X), CollectiveMismatch, r"Sums\(a=value.*different classes.*outside"),
     # -- what happens inside
+    (lambda rt: rt.function(lambda x: breakpoint())(X), RuntimeError, r"cannot stop at breakpoint\(\).*fork\(0\)"),
+    (lambda rt: rt.function(lambda x: torch.relu(x).sum())(X), TypeError, 'framework="torch"'),
+    (lambda rt: rt.function(lambda x: x.relu().sum())(X), AttributeError, 'framework="torch"'),
     (lambda rt: rt.function(Outer().total)(X), SerializationError, rf"its variable .self\.{LOCK}. \(lock\) cannot be"),
     (lambda rt: uses(rt, Outer()), SerializationError, rf"its variable .obj\.{LOCK}. \(lock\)"),
     (
@@ -145,7 +140,7 @@ MISTAKES: list[Mistake] = [
     (
         lambda rt: updates(rt, rt.shared(0.0), rt.shared(0.0)),
         ValueError,
-        "got 1 new values, expected one for each of the 2",
+        "1 new values, expected one for each",
     ),
     (lambda rt: np.asarray(rt.shared({"a": W})), TypeError, "cannot make an array of variable"),
     (lambda rt: list(rt.map(str, [1, threading.Lock()])), SerializationError, r"item 1"),
