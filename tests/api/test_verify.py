@@ -231,8 +231,6 @@ def test_tolerances(shared_runtimes: Any) -> None:
     assert not near.verify(np.ones(8))
     assert near.verify(np.ones(8), rtol=1e-3)
     assert near.verify(np.ones(8), atol=2e-3)
-    for dtype in ("float32", "float16"):
-        assert rt.function(lambda x: x.mean(axis=0)).verify(X.astype(dtype)), dtype
 
 
 def test_what_a_call_raises_comes_out_as_itself(shared_runtimes: Any) -> None:
@@ -361,25 +359,19 @@ def test_new_values_are_combined_by_their_own_ops(shared_runtimes: Any) -> None:
         assert report, report
 
 
-def test_replicas_that_drift_are_found(shared_runtimes: Any) -> None:
-    w = shared_runtimes[2].shared(np.zeros(3), name="w")
+def test_replicas_and_shards_that_differ_are_found(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w, s = rt.shared(np.zeros(3), name="w"), rt.shared(np.arange(5.0), sharded=True, name="s")
 
     def step(x: np.ndarray) -> None:
         w.value = w.value - x.mean(axis=0)  # the gradient of its own rows
-
-    report = shared_runtimes[2].function(step).verify(X)
-    assert [(output.name, output.verdict) for output in report.outputs] == [("variable 'w'", "different")]
-
-
-def test_a_shard_that_only_some_ranks_assign_is_found(shared_runtimes: Any) -> None:
-    s = shared_runtimes[2].shared(np.arange(5.0), sharded=True, name="s")
-
-    def step(x: np.ndarray) -> None:
         if synk.comm.rank == 0:
             s.value = s.value + 1
 
-    report = shared_runtimes[2].function(step).verify(X)
-    assert [(output.name, output.verdict) for output in report.outputs] == [("variable 's'", "different")]
+    report = rt.function(step).verify(X)
+    assert {output.name: output.verdict for output in report.outputs} == dict.fromkeys(
+        ["variable 'w'", "variable 's'"], "different"
+    )
     np.testing.assert_array_equal(s.value, np.arange(5.0))
 
 
