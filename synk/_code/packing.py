@@ -220,7 +220,7 @@ class PartsPickler(HandlePickler):
             return _from_memory(obj.facet)
         if isinstance(obj, types.ModuleType):
             return self._reduce_module(obj)
-        is_atomic = isinstance(obj, _ATOMIC) and not isinstance(obj, (io.BytesIO, io.StringIO))
+        is_atomic = isinstance(obj, _ATOMIC) and not isinstance(obj, (io.BytesIO, io.StringIO, np.void))
         if is_atomic or _is_immutable(type(obj)):
             return super().reducer_override(obj)
         if type(obj) is types.MappingProxyType:  # of the very object behind it, which has a facet of its own

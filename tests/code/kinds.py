@@ -85,6 +85,10 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "array, masked: data": ("np.ma.masked_array([1.0, 2], [0, 1])", "held.data[0] += 1"),
     "array, masked: mask": ("np.ma.masked_array(np.zeros(9), np.zeros(9, bool))", "held[n % 9] = np.ma.masked"),
     "array, shape": ("np.zeros(64)", "reshape(held, 2**n)"),
+    "array, structured: a row of it": ("np.zeros(3, [('a', 'i4'), ('b', 'f8')])[1]", "held['b'] += 1"),
+    "array, structured: a row, in the array": ("np.zeros(3, [('a', 'f8')])[1]", "held.base['a'] += 1"),
+    "recarray: a row of it": ("np.rec.array([(1.0,)], [('a', 'f8')])[0]", "held.a += 1"),
+    "list of rows of a structured array": ("[*np.zeros(3, [('a', 'f8')])]", "held[2]['a'] += 1"),
     "array of objects, item": ("objects('a', None)", "held[1] = n"),
     "array of objects, in an element": ("objects({'k': 1}, 'a')", "held[0]['k'] += 1"),
     # -- collections
@@ -186,6 +190,8 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     ),
     "random.Random": ("random.Random(1)", "held.random()"),
     "random.Random, seed": ("random.Random(0)", "held.seed(n)"),
+    "iterator of a list": ("iter([*range(9)])", "next(held)", "repr(held.__reduce__())"),
+    "iterator of a text": ("iter('abcdef')", "next(held)", "repr(held.__reduce__())"),
 }  # fmt: skip
 
 PROGRAMS: dict[str, str] = {

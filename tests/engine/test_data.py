@@ -6,7 +6,6 @@ The oracle is the same expression with an array.
 from __future__ import annotations
 
 import operator
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from support import harness
 from support.rank_arrays import numbers, picked
 from support.tables import combinations
 
@@ -305,17 +303,6 @@ def test_data_without_bytes_keep_their_dtype(shared_runtimes: Any) -> None:
         for shape in ((0, 3), (3, 0)):
             got = f(shared_runtimes[2].data(np.zeros(shape, dtype)))
             assert (got.shape, got.dtype) == (shape, np.dtype(dtype))
-
-
-def test_memory_of_what_is_dropped_is_given_back(shared_runtimes: Any) -> None:
-    """Here and on the workers."""
-    rt = shared_runtimes[2]
-    total, processes = rt.function(lambda x: x[-1], outputs="max"), [os.getpid(), *harness.pids(rt)]
-    before = [len(harness.mapped_memfds(pid)) for pid in processes]
-    for k in range(60):
-        assert total(rt.data(np.full(1 << 19, float(k)))) == k
-    for pid, count in zip(processes, before):
-        assert len(harness.mapped_memfds(pid)) < count + 20
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subtests, shared_runtimes: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.testing
 import pytest
+from support.saboteurs import AtLoad
 
 import synk
 from synk.errors import SerializationError, SynkError
@@ -18,39 +19,6 @@ from synk.errors import SerializationError, SynkError
 @pytest.fixture
 def rt(shared_runtimes: Any) -> Any:
     return shared_runtimes[2]
-
-
-def test_a_failed_change_is_not_kept_by_the_commit_of_a_later_call(rt: Any) -> None:
-    counts = rt.resident([0, 0])
-
-    def step(x: Any, fails: bool) -> list[int]:
-        counts.value[0] += 1
-        if fails and synk.comm.rank == 1:
-            raise ValueError("no")
-        return list(counts.value)
-
-    f = rt.function(step, updates=[counts], outputs=None, bcast_inputs="fails")
-    assert f(np.ones(2), False) == [[1, 0]] * 2
-    with pytest.raises(ValueError, match="no") as told:
-        f(np.ones(2), True)
-    assert told.value.step_counted is False
-    assert f(np.ones(1), False) == [[2, 0], None]  # rank 1 has no rows, and gets the state before its next call
-    assert f(np.ones(2), False) == [[3, 0]] * 2
-    assert counts.get(0) == counts.get(1) == [3, 0]
-
-
-def test_a_rank_that_gets_a_function_late_does_not_get_an_old_state_for_the_current_one(rt: Any) -> None:
-    counts = rt.resident([0])
-
-    def step(x: Any) -> list[int]:
-        counts.value[0] += 1
-        return list(counts.value)
-
-    f = rt.function(step, updates=[counts], outputs=None)
-    assert f(np.ones(1)) == [[1], None]
-    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2)) == 2  # brings ``step`` to rank 1, too
-    assert f(np.ones(2)) == [[2], [2]]
-    assert counts.get(0) == counts.get(1) == [2]
 
 
 def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any) -> None:
@@ -74,18 +42,6 @@ def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any)
     assert total() == 10.0
 
 
-class Picky:
-    """Cannot be loaded on rank 1."""
-
-    def __init__(self) -> None:
-        self.value = 1
-
-    def __setstate__(self, state: Any) -> None:
-        if getattr(sys, "is_picky", False):
-            raise ValueError("not here")
-        self.__dict__.update(state)
-
-
 def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(rt: Any) -> None:
     """A rank has written a longer value into the place in which the next one comes to lie."""
     w = rt.shared(np.zeros(3))
@@ -105,21 +61,26 @@ def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(r
 
 
 def test_a_function_that_one_rank_cannot_load_while_the_other_waits_for_it(rt: Any) -> None:
-    picky = Picky()
+    def refuse() -> None:
+        if getattr(sys, "is_picky", False):
+            raise ValueError("not here")
+
+    picky = AtLoad(refuse)
 
     def meet(x: Any) -> Any:
         synk.comm.barrier()
-        return x.sum() + picky.value
+        return x.sum() + (picky is None)
 
     def mark(is_picky: bool) -> None:
         sys.is_picky = is_picky and synk.comm.rank == 1  # type: ignore[attr-defined]
 
-    rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)(True)
+    set_mark = rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)
+    set_mark(True)
     f = rt.function(meet, outputs="sum")
     for _ in range(2):
         with pytest.raises(SerializationError, match="not here"):
             f(np.ones(2), timeout=30.0)
-    rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)(False)
+    set_mark(False)
     assert f(np.ones(2)) == 4
 
 

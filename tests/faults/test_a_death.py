@@ -36,6 +36,7 @@ from support.harness import (
     wait_until_dead,
 )
 from support.names import named
+from support.rank_arrays import assert_same, everywhere
 from support.seeds import seeds
 
 import synk
@@ -365,40 +366,57 @@ SEEDS_PER_CALL = 3
 CALL_S = 0.004
 
 
-def chaos(rt: Any, call: Callable[[np.ndarray], np.ndarray], seeds: range) -> None:
-    """Kill a random worker for each seed, at random times of one call, up to twice its length.
+class Chaos:
+    """A call that sums the rows, and counts itself in variables of all ranks."""
 
-    The answer is right or ``WorkerDied`` names victims only; the next answer is right.
-    """
-    rng = random.Random(seeds[0])
-    x = np.random.default_rng(seeds[0]).normal(size=(rng.randrange(2, 40), 4))
-    victims = rng.sample(pids(rt), len(seeds))
-    timers = [kill_in(rng.uniform(0, 2 * CALL_S), victim) for victim in victims]
-    for timer in timers:
-        timer.start()
-    try:
-        np.testing.assert_allclose(call(x), x.sum(axis=0), rtol=1e-9, atol=1e-12)
-    except WorkerDied as error:
-        assert set(error.pids) <= set(victims)
-    for timer in timers:
-        timer.join()
-    assert all(wait_until_dead(victim) for victim in victims)
-    np.testing.assert_allclose(call(x), x.sum(axis=0), rtol=1e-9, atol=1e-12)
+    def __init__(self, rt: Any) -> None:
+        self.rt = rt
+        self.count, self.large = count, large = rt.shared(0), rt.shared(np.zeros(70_000))
+        self.num_succeeded = 0
+
+        def slow_sum(x: np.ndarray) -> np.ndarray:
+            time.sleep(CALL_S)
+            count.value, large.value = count.value + 1, large.value + 1
+            return x.sum(axis=0)
+
+        self.slow_sum = rt.function(slow_sum, outputs="sum")
+        self.call(np.ones((rt.world_size, 4)))
+
+    def call(self, x: np.ndarray) -> None:
+        np.testing.assert_allclose(self.slow_sum(x), x.sum(axis=0), rtol=1e-9, atol=1e-12)
+        self.num_succeeded += 1
+
+    def kill(self, seeds: range) -> None:
+        """Kill a random worker for each seed, at random times of one call, up to twice its length.
+
+        The answer is right or ``WorkerDied`` names victims only; the next answer is right, and all ranks have counted
+        the calls that succeeded, and no other.
+        """
+        rng = random.Random(seeds[0])
+        x = np.random.default_rng(seeds[0]).normal(size=(rng.randrange(self.rt.world_size, 40), 4))
+        victims = rng.sample(pids(self.rt), len(seeds))
+        timers = [kill_in(rng.uniform(0, 2 * CALL_S), victim) for victim in victims]
+        for timer in timers:
+            timer.start()
+        try:
+            self.call(x)
+        except WorkerDied as error:
+            assert set(error.pids) <= set(victims)
+        for timer in timers:
+            timer.join()
+        assert all(wait_until_dead(victim) for victim in victims)
+        assert_same(everywhere(self.rt, self.count), [np.asarray(self.num_succeeded)] * self.rt.world_size)
+        assert_same(everywhere(self.rt, self.large), [np.full(70_000, float(self.num_succeeded))] * self.rt.world_size)
+        self.call(x)
 
 
 @pytest.mark.parametrize("part", seeds(1, 11))
 def test_A2_chaos(reused: Fork, part: int) -> None:
     """A few seeds on one runtime of four workers, of which one survives each call at least; 5000 in the storm."""
     rt = reused(SEEDS_PER_CALL + 1)
-
-    def slow_sum(x: np.ndarray) -> np.ndarray:
-        time.sleep(CALL_S)
-        return x.sum(axis=0)
-
-    call = rt.function(slow_sum, outputs="sum")
-    call(np.ones((4, 4)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
+        chaos = Chaos(rt)
         for start in range(500 * part, 500 * part + (500 if part else 9), SEEDS_PER_CALL):
-            chaos(rt, call, range(start, start + SEEDS_PER_CALL))
+            chaos.kill(range(start, start + SEEDS_PER_CALL))
     assert_right(rt)

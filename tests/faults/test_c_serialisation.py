@@ -114,7 +114,7 @@ def test_C3_argument_or_function_whose_loading_fails(reused: Fork, subtests: pyt
             assert_right(rt)
 
 
-def test_C4_argument_that_cannot_be_pickled(
+def test_C4_C6_argument_that_cannot_be_pickled(
     shared_runtimes: Any, unpicklable: dict[str, Any], subtests: pytest.Subtests
 ) -> None:
     """Everything is pickled, once, before the first message."""
@@ -127,6 +127,8 @@ def test_C4_argument_that_cannot_be_pickled(
         refused = pytest.raises(SerializationError, match=rf"^cannot send {name}\['deep'\]\[0\] ")
         with subtests.test(name, bad=type(bad).__name__), nothing_sent(rt), refused:
             take(ROWS, **arguments)
+    with subtests.test("very deep"), nothing_sent(rt), pytest.raises(SerializationError, match="cannot send b"):
+        take(ROWS, 1, saboteurs.deep(TOO_DEEP), c=3)
 
 
 def booby_trap(row: np.ndarray, how: str) -> Any:
@@ -150,13 +152,6 @@ def test_C5_C6_result_that_cannot_be_sent_or_loaded(shared_runtimes: Any, subtes
             assert "rank 1" in str(caught.value) or how == "deep"
     with subtests.test("reduced"), same_workers(rt), pytest.raises((SerializationError, TypeError)):
         rt.function(lambda row: {"locked": threading.Lock()}, outputs="first")(np.arange(3))
-
-
-def test_C6_very_deep_argument(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    take = rt.function(lambda nest, x: x.sum(), bcast_inputs="nest", outputs="sum")
-    with same_workers(rt), pytest.raises(SerializationError, match="nest"):
-        take(saboteurs.deep(TOO_DEEP), ROWS)
 
 
 @pytest.mark.high_memory

@@ -350,8 +350,7 @@ def test_D6_E9_the_master_ends_without_close_and_its_workers_with_it(end: str) -
         spawn = rt.function(lambda x: saboteurs.start_sleeper(), outputs=None)
         print(len(spawn(data)), flush=True)
         {code}
-        """,
-        flags=("-X", "dev", "-W", "error"),
+        """
     ).check("2\n", returncode=status, stderr=None)
     assert result.stderr.endswith(last_line) if last_line else result.stderr == ""
 

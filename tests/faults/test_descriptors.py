@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
-from types import FrameType
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
-from support.harness import assert_right, script
+from support.beside import beside
+from support.harness import script
 
-from synk._wire.descriptors import pipe
+from synk.errors import ClosedError
 
 pytestmark = pytest.mark.own_start
 
@@ -22,38 +24,6 @@ Count = Callable[[int], int]
 
 
 # ----- a start that is broken off
-
-
-class Raised(Exception):
-    """What a handler of a signal of the program's raises."""
-
-
-def test_a_pipe_has_owners_at_every_instruction() -> None:
-    """An exception at any of them leaves no descriptor behind."""
-    before, outer = set(os.listdir("/proc/self/fd")), sys.gettrace()
-    count = nth = 0
-
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        if count == nth:
-            raise Raised
-        return look
-
-    while count >= nth:
-        nth, count = nth + 1, 0
-        sys.settrace(look)
-        ends: Any = None
-        try:
-            ends = pipe()
-        except Raised:
-            pass
-        finally:
-            sys.settrace(outer)
-        del ends
-        assert set(os.listdir("/proc/self/fd")) == before, f"instruction {nth}"
-    assert nth > 20
 
 
 INTERRUPTED_START = """
@@ -139,49 +109,36 @@ def test_D5_ctrl_c_at_any_instruction_of_a_start_or_of_close_leaves_nothing(part
 # ----- a runtime that is closed in several threads at once
 
 
-def test_E12_many_threads_close_at_once(runtime: Fork, storm_count: Count) -> None:
+def use_descriptors() -> None:
+    ends = [os.pipe() for _ in range(8)]
+    for number, (_, writer) in enumerate(ends):
+        os.write(writer, bytes([number]))
+    for number, (reader, writer) in enumerate(ends):
+        os.close(writer)
+        assert os.read(reader, 64) == bytes([number])
+        os.close(reader)
+
+
+def test_E6_E12_many_threads_close_at_once_and_others_call(runtime: Fork, storm_count: Count) -> None:
     """While another thread opens and closes descriptors of its own, which stay what they are."""
-    is_over = threading.Event()
-    wrong: list[BaseException] = []
-
-    def use_descriptors() -> None:
-        try:
-            while not is_over.is_set():
-                ends = [os.pipe() for _ in range(8)]
-                for number, (_, writer) in enumerate(ends):
-                    os.write(writer, bytes([number]))
-                for number, (reader, writer) in enumerate(ends):
-                    os.close(writer)
-                    assert os.read(reader, 64) == bytes([number])
-                    os.close(reader)
-        except BaseException as error:
-            wrong.append(error)
-
-    user = threading.Thread(target=use_descriptors)
-    user.start()
-    try:
-        for _ in range(storm_count(2)):
+    with beside(use_descriptors):
+        for number in range(storm_count(2)):
             rt = runtime(2)
-            assert_right(rt)
+            slow = rt.function(lambda x: (time.sleep(0.1), x.sum())[1], outputs="sum")
+            results: list[float] = []
+
+            def call(slow: Any = slow, results: list[float] = results) -> None:
+                with pytest.raises(ClosedError):
+                    while True:
+                        results.append(slow(np.arange(4.0)))
+
             barrier = threading.Barrier(6)
-
-            def close(rt: Any = rt, barrier: threading.Barrier = barrier) -> None:
-                barrier.wait()
-                try:
-                    rt.close()
-                except BaseException as error:
-                    wrong.append(error)
-
-            threads = [threading.Thread(target=close) for _ in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(7) as pool:
+                calling = pool.submit(call)
+                while len(results) < number % 2:
+                    time.sleep(0.001)
+                closing = [pool.submit(lambda rt=rt, barrier=barrier: (barrier.wait(), rt.close())) for _ in range(6)]
+                for each in (calling, *closing):
+                    each.result(60)
+            assert set(results) <= {6.0}
             assert rt.is_closed
-    finally:
-        is_over.set()
-        user.join()
-    assert not wrong, wrong
-
-
-# ----- the end of the master, where a child of it lives on that no hook has seen

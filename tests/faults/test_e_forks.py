@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.beside import beside
 from support.harness import Child, assert_right, pids
 
 import synk
@@ -89,33 +90,21 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, storm_count:
         return np.full(SIZE, k), np.arange(k if x[0] else SIZE)
 
     f = rt.function(body, bcast_inputs="k", outputs=("max", "gather"))
-    failures: list[BaseException] = []
-    is_over = threading.Event()
+    numbers, held = itertools.cycle(range(1, 51)), []
 
     def call() -> None:
-        try:
-            k = 0
-            held: list[Any] = []
-            while not is_over.is_set():
-                k = k % 50 + 1
-                held = [*held[-3:], (k, *f(np.array(k), np.arange(2.0)))]
-                for number, largest, rows in held:
-                    assert (largest == number).all()
-                    assert len(rows) == SIZE + number and (rows[SIZE:] == np.arange(number)).all()
-                held[-1][1][:5] = k
-        except BaseException as error:
-            failures.append(error)
+        k = next(numbers)
+        held[:-3] = []
+        held.append((k, *f(np.array(k), np.arange(2.0))))
+        for number, largest, rows in held:
+            assert (largest == number).all()
+            assert len(rows) == SIZE + number and (rows[SIZE:] == np.arange(number)).all()
+        held[-1][1][:5] = k
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
+    with beside(call):
         for _ in range(storm_count(5)):
             with Child(lambda: None):
                 pass
-    finally:
-        is_over.set()
-        thread.join()
-    assert not failures
 
 
 def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork, storm_count: Count) -> None:
@@ -124,23 +113,18 @@ def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork
     f = rt.function(lambda x: np.zeros(16 * SIZE), outputs="first")
     for _ in range(storm_count(5)):
         result = f(np.ones(1))
-        is_over, count = threading.Event(), 0
-        is_writing = threading.Event()
+        count, is_writing = 0, threading.Event()
 
-        def write(result: np.ndarray = result, is_over: Any = is_over, is_writing: Any = is_writing) -> None:
+        def write(result: np.ndarray = result, is_writing: Any = is_writing) -> None:
             nonlocal count
-            while not is_over.is_set():
-                is_writing.set()
-                np.add(result, 1.0, out=result)
-                count += 1
+            is_writing.set()
+            np.add(result, 1.0, out=result)
+            count += 1
 
-        thread = threading.Thread(target=write)
-        thread.start()
-        is_writing.wait()
-        with Child(lambda: None):
-            pass
-        is_over.set()
-        thread.join()
+        with beside(write):
+            is_writing.wait()
+            with Child(lambda: None):
+                pass
         np.testing.assert_array_equal(result, count)
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -127,30 +126,6 @@ def test_E4_a_thread_that_ends_has_started_the_workers(runtime: Fork) -> None:
         with same_workers(started[0]) as before:
             pass
         kill_and_wait(before[0])
-
-
-def test_E6_close_while_another_thread_is_in_a_call(runtime: Fork, storm_count: Count) -> None:
-    for number in range(storm_count(2)):
-        rt = runtime(2)
-        slow = rt.function(lambda x: (time.sleep(0.1), x.sum())[1], outputs="sum")
-        results: list[object] = []
-
-        def call(slow: Any = slow, results: list[object] = results) -> None:
-            try:
-                while True:
-                    results.append(slow(np.arange(4.0)))
-            except ClosedError as error:
-                results.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        while len(results) < number % 2:
-            time.sleep(0.001)
-        rt.close()
-        thread.join(10)
-        assert not thread.is_alive()
-        assert isinstance(results[-1], ClosedError)
-        assert set(results[:-1]) <= {6.0}
 
 
 def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes: Any) -> None:

@@ -125,18 +125,6 @@ def test_F4_workers_flood_their_output() -> None:
     assert result.stderr.count("y") == 2 * 5000 * 101
 
 
-def test_F4_the_masters_output_is_closed_or_full() -> None:
-    script("""
-        from support.harness import assert_right
-        sys.stdout.close()
-        os.close(1)
-        with synk.fork(2, backend="numpy") as rt:
-            rt.function(lambda row: print("lost"), outputs=None)(np.arange(2))
-            assert_right(rt)
-        os.open("/dev/null", os.O_WRONLY)
-    """).check("", stderr=None)
-
-
 def test_F4_a_reader_that_never_reads_stops_the_output_not_the_calls() -> None:
     script("""
         from support.harness import assert_right

@@ -57,6 +57,13 @@ def test_G1_the_system_refuses_the_memory() -> None:
             total = rt.function(lambda x: x.sum(), outputs="sum")
             length = rt.function(lambda blob, x: len(blob["b"]), bcast_inputs="blob", outputs="max")
             grow = rt.function(lambda x: np.ones((int(x[0]), 1 << 16)), outputs={"large result": "sum"}.get(where))
+            w = rt.shared(np.concatenate([np.full(600, 1.0), np.full(600, 2.0)]), sharded=True)
+
+            def assign(x):
+                w.value = np.full(1 << 18 if x[0] else 700, x.sum())
+                return 0.0
+
+            assigning = rt.function(assign)
             assert_right(rt)
             assert total(keep) == 499500
             before = pids(rt)
@@ -71,6 +78,9 @@ def test_G1_the_system_refuses_the_memory() -> None:
                 "result": lambda: grow(np.full(4, 40)),
                 "large result": lambda: grow(np.full(4, 40)),
                 "growing": lambda: keep.set_length(1 << 20),
+                "value": lambda: assigning(np.ones(4)),
+                "value of rank 0": lambda: assigning(np.array([1.0, 1.0, 0.0, 0.0])),
+                "value of rank 1": lambda: assigning(np.array([0.0, 0.0, 1.0, 1.0])),
             }[where]
             num_refused = 0
             for _ in range(3):
@@ -80,6 +90,7 @@ def test_G1_the_system_refuses_the_memory() -> None:
                     assert any(word.isdigit() for word in str(error).split()), error
                     num_refused += 1
                 assert total(keep) == 499500
+                assert [(len(w[rank]), *{*w[rank].tolist()}) for rank in (0, 1)] == [(600, 1.0), (600, 2.0)]
             assert num_refused == 3
             assert pids(rt) == before
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -88,9 +99,11 @@ def test_G1_the_system_refuses_the_memory() -> None:
             act()
             assert_right(rt)
             assert pids(rt) == before
+            assert max(w.lengths) == (1 << 18 if "value" in where else 600)
             rt.close()
     """
     cases = [(where,) for where in ("data", "staging", "broadcast", "result", "large result", "growing")]
+    cases += [("value",), ("value of rank 0",), ("value of rank 1",)]
     found = outcomes(code, cases)
     assert not any(found.values()), found
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
-import resource
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import arm, failpoint, kill_and_wait, kill_in, pids, wait_until_dead
+from support.harness import arm, failpoint, kill_and_wait, pids, wait_until_dead
 from support.rank_arrays import assert_same, everywhere, from_all_ranks, numbers
 from support.seeds import WHOLE_OR_SAMPLE, drawn
 
 import synk
-from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, SharedMemoryError, WorkerDied
+from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, WorkerDied
 
 Fork = Callable[..., Any]
 WHERE = (2, "1+1")
@@ -224,46 +221,6 @@ def test_a_death_after_the_reply_loses_nothing(reused: Fork) -> None:
     state.check_steps(expected)
 
 
-# ----- memory
-
-
-@contextmanager
-def no_large_memory(rt: Any) -> Iterator[None]:
-    """Have the system refuse this process and the ranks segments of more than 1 MB."""
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    processes = [0, *pids(rt)]
-    for pid in processes:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, usual[1]))
-    try:
-        yield
-    finally:
-        for pid in processes:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
-
-
-def test_no_memory_for_a_new_value_changes_nothing(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    """That of one rank cannot be had, whichever it is, or that of all."""
-    rt = shared_runtimes[2]
-    values = [np.full(600, 1.0), np.full(600, 2.0)]
-
-    def growing(w: Any, large: tuple[int, ...]) -> Any:
-        def assign(x: np.ndarray) -> float:
-            w.value = np.full(BIG if synk.comm.rank in large else 700, x.sum())
-            return 0.0
-
-        return rt.function(assign)
-
-    for large in ((0,), (1,), (0, 1)):
-        with subtests.test(large=large):
-            w = rt.shared(np.concatenate(values), sharded=True)
-            grow = growing(w, large)
-            with no_large_memory(rt), pytest.raises(SharedMemoryError):
-                grow(np.ones(4))
-            assert_same(everywhere(rt, w), values)
-            grow(np.ones(4))
-            assert max(w.lengths) == BIG
-
-
 # ----- what a replacement sees
 
 
@@ -285,34 +242,3 @@ def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
         later = rt.shared(3.0)
         assert_same(everywhere(rt, later), [np.asarray(3.0)] * 2)
     state.check_steps(values)
-
-
-def test_random_kills_never_tear_a_value(reused: Fork, storm_count: Callable[[int], int]) -> None:
-    """A counter on every rank: after each call all ranks count the calls that succeeded, and no other."""
-    rt = reused(3)
-    count, big = rt.shared(0), rt.shared(np.zeros(BIG // 10))
-
-    def add(x: np.ndarray) -> np.ndarray:
-        count.value = count.value + 1
-        big.value = big.value + 1
-        return big.value
-
-    f = rt.function(add, outputs="max")
-    chance = random.Random(0)
-    succeeded = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a death while idle
-        for _ in range(storm_count(6)):
-            victim = chance.choice(pids(rt))
-            timer = kill_in(chance.uniform(0, 0.004), victim)
-            timer.start()
-            try:
-                f(np.ones(3))
-                succeeded += 1
-            except WorkerDied:
-                pass
-            finally:
-                timer.join()
-            assert wait_until_dead(victim)
-            assert_same(everywhere(rt, count), [np.asarray(succeeded)] * 3)
-            assert_same(everywhere(rt, big), [np.full(BIG // 10, float(succeeded))] * 3)
