@@ -127,15 +127,6 @@ def test_shutdown(shared_runtimes: Any, gate: Gate) -> None:
         gate.close()
 
 
-def test_an_executor_that_is_dropped_ends_what_it_has(shared_runtimes: Any) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    future, gone = executor.submit(operator.neg, 3), weakref.ref(executor)
-    del executor
-    gc.collect()
-    assert gone() is None
-    assert future.result(60) == -3
-
-
 def test_waiting_and_cancelling(executor: synk.Executor, gate: Gate) -> None:
     slow, quick = executor.submit(gate.wait), executor.submit(pow, 2, 3)
     done, pending = concurrent.futures.wait([slow, quick], return_when=FIRST_COMPLETED)
@@ -299,15 +290,20 @@ def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
     assert rt.counters["bytes_pickled"] - before < table.nbytes
 
 
-def test_a_task_that_has_ended_keeps_no_large_array(shared_runtimes: Any) -> None:
-    with synk.Executor(runtime=shared_runtimes[2]) as executor:
-        table = np.ones(300_000)
-        assert executor.submit(np.sum, table).result() == table.size
-        reference = weakref.ref(table)
-        del table
-        gc.collect()
-        # the thread that ran it may be on its way out of set_result, as in the standard library's executors
-        assert harness.wait_for(lambda: reference() is None)
+def test_what_is_dropped_is_let_go_of(shared_runtimes: Any) -> None:
+    """A large array with the task that had it, and the executor, which ends what it has."""
+    executor, table = synk.Executor(runtime=shared_runtimes[2]), np.ones(300_000)
+    assert executor.submit(np.sum, table).result() == table.size
+    gone = weakref.ref(table)
+    del table
+    gc.collect()
+    # the thread that ran it may be on its way out of set_result, as in the standard library's executors
+    assert harness.wait_for(lambda: gone() is None)
+    future, dropped = executor.submit(operator.neg, 3), weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert dropped() is None
+    assert future.result(60) == -3
 
 
 def test_a_program_that_ends_waits_for_its_tasks() -> None:
