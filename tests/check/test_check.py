@@ -105,8 +105,8 @@ def test_training_beside_ddp(kept_open: Any) -> None:
     assert step_against_ddp().text == "replicate and DDP train alike on 2 workers"
 
 
-SLOW: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "device": (
+UNFIT: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
+    ("slow", "device"): (
         {
             "SYNK_FAKE_PEERS": "none", "SYNK_FAKE_DELAY_S": "0.6", "SYNK_FAKE_GBPS": "0.1 3",
             "SYNK_FAKE_MEETING_S": "0.1",
@@ -118,10 +118,8 @@ SLOW: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "all-reduce": "1 KB takes",
         },
     ),
-    "death": ({"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
-}  # fmt: skip
-BROKEN: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "device": (
+    ("slow", "death"): ({"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
+    ("broken", "device"): (
         {"SYNK_FAKE_STREAM": "race", "SYNK_FAKE_OOM": "stick", "SYNK_FAKE_NCCL": "hang"},
         {
             "NCCL": "cannot finish a collective: got ncclTimeout",
@@ -129,16 +127,16 @@ BROKEN: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "out of memory": "the worker did not live through it",
         },
     ),
-    "sums": ({"SYNK_FAKE_NCCL": "wrong 3"}, {"all-reduce": "an all-reduce of 1024 bytes gives wrong sums"}),
-}
+    ("broken", "sums"): (
+        {"SYNK_FAKE_NCCL": "wrong 3"}, {"all-reduce": "an all-reduce of 1024 bytes gives wrong sums"},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("outcome", "case"), [*(("slow", case) for case in SLOW), *(("broken", case) for case in BROKEN)]
-)
+@pytest.mark.parametrize(("outcome", "case"), UNFIT)
 def test_gpus_that_are_slow_or_broken(tmp_path: Path, outcome: str, case: str) -> None:
     """The line says so, with the figure that was expected or the next step. What is slow works: the status is 0."""
-    environ, expected = (SLOW if outcome == "slow" else BROKEN)[case]
+    environ, expected = UNFIT[outcome, case]
     ended, records = on_gpus(tmp_path, *expected, **environ)
     assert outcomes(records) == dict.fromkeys(expected, outcome)
     for name, text in expected.items():
