@@ -191,15 +191,6 @@ def test_what_is_pickled_differently_each_time_is_sent_each_time(shared_runtimes
     assert f(X) >= 11
 
 
-def test_a_generator_of_torch_that_the_program_has_seeded_anew_goes_on_from_there(shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-    generator = torch.Generator().manual_seed(3)
-    f = shared_runtimes[2].function(lambda x: float(torch.rand(1, generator=generator)), outputs="first")
-    for seed in (3, 7, 8):
-        generator.manual_seed(seed)
-        assert [f(X) for _ in range(3)] == torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def test_objects_that_two_functions_capture_are_one_on_each_rank(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     held = {"table": np.zeros(3), "log": [0], "box": SimpleNamespace(k=0)}
@@ -227,20 +218,6 @@ def test_objects_that_two_functions_capture_are_one_on_each_rank(shared_runtimes
     expected["table"][0], expected["box"].k = 3, 51
     expected["log"].append(2)
     assert reads(X)[0] == text((expected, expected["log"]))
-
-
-def test_what_verify_runs_changes_nothing_on_the_ranks(shared_runtimes: Any) -> None:
-    held = SimpleNamespace(count=0, rate=1)
-
-    def step(x: np.ndarray) -> list[int]:
-        held.count += 1
-        return [held.count * held.rate] * len(x)
-
-    f = shared_runtimes[2].function(step, outputs="gather")
-    assert f(X)[0] == 1
-    held.rate = 10
-    f.verify(X)
-    assert [f(X)[0], f(X)[0]] == [20, 30]
 
 
 # ----- memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids
 from support.signs import say, sign
-from trainings import batches, differences, mlp, plain_step
+from trainings import Kept, batches, differences, mlp, plain_step
 
 import synk
 from synk.cuda._devices import visible_gpus
@@ -36,23 +37,10 @@ DATA = batches(8, (12, 7, 5, 10))
 pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 
 
-class Kept:
-    """Runtimes for the tests of this file alone: the ranks keep the group, and then no loss is checked on trial."""
-
-    def __init__(self, reuse: Any) -> None:
-        self._reuse = reuse
-        self._taken: dict[int, synk.Runtime] = {}
-
-    def __getitem__(self, num_workers: int) -> synk.Runtime:
-        if num_workers not in self._taken:
-            make = lambda: synk.Runtime(num_workers, backend="numpy", max_restarts=10**9)  # noqa: E731
-            self._taken[num_workers] = self._reuse(("process group", num_workers), make)
-        return self._taken[num_workers]
-
-
 @pytest.fixture
 def shared_runtimes(reuse: Any) -> Kept:
-    return Kept(reuse)
+    """Take the place of others' runtimes: the ranks keep the group, and then no loss is checked on trial."""
+    return Kept(reuse, "process group", functools.partial(synk.Runtime, backend="numpy"))
 
 
 def each(rt: synk.Runtime, fn: Callable[..., Any], **options: Any) -> Any:

@@ -253,22 +253,15 @@ def check(seed: int, runtime_of: Callable[[int], synk.Runtime], seen: Counter[st
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_random_trainings(subtests: Any, reused: Callable[..., Any]) -> None:
-    seen, runtime_of = Counter[str](), functools.cache(reused)
-    for seed in (FIRST_SEED + number for number in (2, 3, 5, 6, 8, 9)):  # which meet steps of both kinds
-        with subtests.test(seed=seed):
-            check(seed, runtime_of, seen, kills=0.25)
-    assert seen["the step was repeated"] > 5 and seen["the step counted"] > 2
-
-
-@pytest.mark.storm
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_thousands_of_random_trainings(
-    subtests: Any, reused: Callable[..., Any], storm_count: Callable[[int], int]
+@pytest.mark.parametrize("in_storm", [False, pytest.param(True, marks=pytest.mark.storm)])
+def test_random_trainings(
+    subtests: Any, reused: Callable[..., Any], storm_count: Callable[[int], int], in_storm: bool
 ) -> None:
     seen, runtime_of = Counter[str](), functools.cache(reused)
-    for seed in range(FIRST_SEED, FIRST_SEED + int(os.environ.get("SYNK_TRAINING_COUNT", storm_count(2000)))):
-        with subtests.test(seed=seed):
-            check(seed, runtime_of, seen, kills=0.25)
-        if seed % 50 == 49:
+    count = int(os.environ.get("SYNK_TRAINING_COUNT", storm_count(2000)))
+    for number in range(count) if in_storm else (2, 3, 5, 6, 8, 9):  # which meet steps of both kinds
+        with subtests.test(seed=FIRST_SEED + number):
+            check(FIRST_SEED + number, runtime_of, seen, kills=0.25)
+        if number % 50 == 49:
             print(dict(seen), flush=True)
+    assert seen["the step was repeated"] > 5 and seen["the step counted"] > 2
