@@ -21,7 +21,6 @@ import pytest
 from support.gates import Gate
 from support.harness import (
     assert_right,
-    ctrl_c_when,
     kill_and_wait,
     nothing_sent,
     replaced_workers,
@@ -438,18 +437,6 @@ def test_a_worker_that_dies_while_it_has_no_items(reused: Any) -> None:
         assert_right(rt)  # nothing is in flight any more
         kill_and_wait(before[0])
         assert list(results) == [n * n for n in range(1, 20)]
-
-
-@with_two_workers
-def test_ctrl_c(reused: Any, kind: Any, gate: Gate) -> None:
-    rt = reused(kind)
-    with same_workers(rt):
-        results = rt.map(lambda n: (n >= 2 and gate.wait(n), n)[1], range(9), batch_size=1)
-        got: list[int] = []
-        with pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: len(got) == 2 and gate.has(2, 3)):
-            for n in results:
-                got.append(n)
-        assert got == [0, 1] and list(results) == []
 
 
 @with_two_workers
