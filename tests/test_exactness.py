@@ -115,6 +115,13 @@ def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
 
 BATCH_KINDS = ("none", "count", "slice", "step", "backwards", "list", "array", "mask")
 WAYS = ("call", "keyword", "submit", "serial")
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "as it is": lambda x: x,
+    "fortran": np.asfortranarray,
+    "with gaps": lambda x: np.repeat(x, 3, axis=0)[1::3],
+    "backwards": lambda x: np.ascontiguousarray(x[::-1])[::-1],
+    "offset": lambda x: np.concatenate([x[:1], x])[1:],
+}
 
 
 class Case(NamedTuple):
@@ -128,6 +135,7 @@ class Case(NamedTuple):
     num_slices: int
     as_data: bool
     way: str
+    layout: str
     seed: int
 
 
@@ -139,9 +147,9 @@ def drawn_calls(count: int, seed: str) -> Iterator[Case]:
         num_slices = rng.choice([1, 1, 2, 3, 7])
         is_large = rng.random() < 0.15 and np.dtype(dtype).kind in "iuf"  # the workers reduce
         rows, columns = (rng.randint(1, 5), 200_003) if is_large else (rng.randint(1, 50), rng.randint(1, 3))
-        yield Case(
-            op, dtype, rows, columns, rng.choice(BATCH_KINDS), num_slices, rng.random() < 0.5, rng.choice(WAYS), number
-        )
+        batch, as_data = rng.choice(BATCH_KINDS), rng.random() < 0.5
+        way, layout = rng.choice(WAYS), rng.choice([*LAYOUTS])
+        yield Case(op, dtype, rows, columns, batch, num_slices, as_data, way, layout, number)
 
 
 def called(f: Any, rows: Any, batch: Any, case: Case) -> Any:
@@ -153,16 +161,22 @@ def called(f: Any, rows: Any, batch: Any, case: Case) -> Any:
     return f.submit(rows, **options).result() if case.way == "submit" else f(rows, **options)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [*WHERE, "1+3", "2+2"])
 def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_count: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    functions = {op: rt.function(kernel, outputs=op) for op, kernel in KERNELS.items()}
-    for case in drawn_calls(storm_count(3), seed=f"{where}"):
+    """Over nodes it is what one machine with as many workers gives, bit for bit."""
+    places = [where, 4] if "+" in str(where) else [where]
+    functions = [
+        {op: shared_runtimes[place].function(kernel, outputs=op) for op, kernel in KERNELS.items()} for place in places
+    ]
+    for case in drawn_calls(storm_count(3 // len(places)), seed=f"{where}"):
         with subtests.test(case=str(case)):
-            x = rows_of(case.dtype, case.op, case.rows, case.columns, case.seed)
+            x = LAYOUTS[case.layout](rows_of(case.dtype, case.op, case.rows, case.columns, case.seed))
             batch = pick(case.batch, case.rows, np.random.default_rng(case.seed))
-            got = called(functions[case.op], rt.data(x) if case.as_data else x, batch, case)
+            rows = shared_runtimes[where].data(x) if case.as_data else x
+            got = called(functions[0][case.op], rows, batch, case)
             assert_equal(got, reference(case.op, picked_by(batch, x)), case.op)
+            for others in functions[1:]:
+                assert np.asarray(called(others[case.op], x, batch, case)).tobytes() == np.asarray(got).tobytes()
 
 
 ROW_COUNTS = (*range(10), 12, 15, 16, 17, 31, 33, 50)

@@ -62,13 +62,6 @@ def test_without_it_the_bits_depend_on_the_workers(shared_runtimes: Any) -> None
     assert len({value.tobytes() for value in found}) > 1
 
 
-def test_averages_are_weighted_by_the_rows_of_the_blocks(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.mean(), outputs="avg", reproducible=4)
-    x = np.arange(9.0)  # blocks of 4, 4 and 1 rows
-    assert f(x) == 4.0
-    assert f.verify(x)
-
-
 BATCHES = (None, 700, slice(10, 4000, 3), [5, 3, 900, 7] * 50, X[:, 0] > 0)
 
 

@@ -17,6 +17,7 @@ import pytest
 from support import each_backend
 from support.each_backend import PARAMETERS, Here, host
 from support.harness import script
+from support.rank_arrays import DEFINED_FOR, OPS, reduced
 from support.tables import combinations
 
 import synk
@@ -36,19 +37,6 @@ DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-REDUCE = {
-    "avg": lambda parts: parts.astype(np.result_type(parts, "f4")).mean(axis=0).astype(parts.dtype),
-    "sum": lambda parts: (
-        parts.astype(np.result_type(parts, "f4") if parts.dtype == "f2" else parts.dtype)
-        .sum(axis=0, dtype=None if parts.dtype == "f2" else parts.dtype)
-        .astype(parts.dtype)
-    ),
-    "prod": lambda parts: parts.prod(axis=0, dtype=parts.dtype),
-    "min": lambda parts: parts.min(axis=0),
-    "max": lambda parts: parts.max(axis=0),
-}
-KINDS = {"avg": "fc", "sum": "iufc", "prod": "iufc", "min": "biuf", "max": "biuf"}
-"""The kinds of dtypes that each op accepts."""
 
 
 # On NumPy and CuPy tests/training has all of this. Each of these imports torch in two workers, which takes seconds.
@@ -152,8 +140,8 @@ def test_numpys_names_and_repeated_calls(here: Here) -> None:
 
 def test_reductions_of_every_dtype(here: Here, subtests: Any) -> None:
     """Small and large outputs, and those of slices; NaN and infinity as in NumPy."""
-    for op, dtype in itertools.product(REDUCE, DTYPES):
-        if np.dtype(dtype).kind not in KINDS[op]:
+    for op, dtype in itertools.product(OPS, DTYPES):
+        if np.dtype(dtype).kind not in DEFINED_FOR[op]:
             continue
         f = here.runtime.function(lambda x: x[0], outputs=op)
         for count, num_slices in ((5, 1), (LARGE // np.dtype(dtype).itemsize + 1, 1), (5, 2)):
@@ -161,7 +149,7 @@ def test_reductions_of_every_dtype(here: Here, subtests: Any) -> None:
             if parts.dtype.kind == "f":
                 parts[0, 1::1000], parts[1, 2::1000] = np.nan, np.inf
             with subtests.test(op=op, dtype=dtype, count=count, num_slices=num_slices), np.errstate(all="ignore"):
-                got, expected = host(f(parts, num_slices=num_slices)), REDUCE[op](parts)
+                got, expected = host(f(parts, num_slices=num_slices)), reduced(op, parts)
                 assert got.dtype == expected.dtype
                 np.testing.assert_allclose(got, expected, rtol=1e-6 if num_slices > 1 else 0)
 
@@ -303,7 +291,7 @@ def test_collectives_of_a_function(here: Here) -> None:
         comm, other = synk.comm, 1 - synk.comm.rank
         own = x[0]
         place, late = own * 0, own * 1
-        found = {op: comm.all_reduce(own, op) for op in ("sum", "avg", "prod", "min", "max")}
+        found = {op: comm.all_reduce(own, op) for op in OPS}
         assert comm.all_reduce(own, "sum", out=place) is place
         request = comm.all_reduce(late, "max", out=late, async_op=True)
         assert request.wait() is late
@@ -322,7 +310,7 @@ def test_collectives_of_a_function(here: Here) -> None:
     got = host(here.runtime.function(body, outputs=None)(parts))
     for rank in range(2):
         expected = {
-            **{op: REDUCE[op](parts) for op in REDUCE},
+            **{op: reduced(op, parts) for op in OPS},
             "place": parts.sum(axis=0), "late": parts.max(axis=0), "received": parts[1 - rank] * 2,
             "root": parts[1], "stack": parts, "block": parts.sum(axis=0)[2 * rank : 2 * rank + 2],
             "rows": parts.reshape(8, 3), "reduced": parts[:, 0].sum(axis=0) if rank else -1.0,
@@ -343,7 +331,7 @@ def test_collectives_of_every_dtype(here: Here, subtests: Any) -> None:
                 parts, op, bcast_inputs="op", outputs="first",
             )  # fmt: skip
             assert total.dtype == stack.dtype == parts.dtype
-            np.testing.assert_array_equal(total, REDUCE[op](parts))
+            np.testing.assert_array_equal(total, reduced(op, parts))
             np.testing.assert_array_equal(stack, parts)
 
 
@@ -504,13 +492,15 @@ def test_models_and_their_gradients(here: Here) -> None:
 # -- choosing a backend ----------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_is_no_backend(subtests: Any) -> None:
+def test_a_name_that_is_no_backend_and_one_without_devices(subtests: Any) -> None:
     expected = r"expected one of \('auto', 'numpy', 'cupy', 'dpnp'\)\.$"
     use_dpnp = "use backend='dpnp' \\(pip install"
     others = {"opencl": use_dpnp, "sycl": use_dpnp, "torch": r"use synk.function\(fn, framework='torch'\)"}
     for name, words in {**others, "numpyy": expected, "": expected, None: expected}.items():
         with subtests.test(name=name), pytest.raises(ValueError, match=words):
             synk.Runtime(1, backend=name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="devices"):
+        synk.Runtime(2, backend="numpy", devices=[0, 1])
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("numpy", "cupy")])

@@ -1,4 +1,4 @@
-"""Calls over nodes give what they give on one machine with as many workers, and what NumPy gives on the whole input."""
+"""Programs over nodes give what they give on one machine with as many workers. Single calls: ``test_exactness.py``."""
 
 from __future__ import annotations
 
@@ -11,53 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.rank_arrays import assert_same
-from support.seeds import examples
-from test_exactness import DTYPES, KERNELS, assert_equal, pick, picked_by, reference, rows_of
+from test_exactness import KERNELS, assert_equal, reference
 
 import synk
 
 Pair = collections.namedtuple("Pair", "low high")
 X = np.arange(7.0)
-
-
-@pytest.fixture(scope="module")
-def functions(shared_runtimes: Any) -> Callable[[Any, str], Any]:
-    made: dict[tuple[Any, str], Any] = {}
-
-    def function(where: Any, op: str) -> Any:
-        if (where, op) not in made:
-            made[where, op] = shared_runtimes[where].function(KERNELS[op], outputs=op)
-        return made[where, op]
-
-    return function
-
-
-@examples(60)
-@given(
-    nodes=st.sampled_from(("1+3", "2+2")),
-    op=st.sampled_from(sorted(KERNELS)),
-    rows=st.integers(1, 20),
-    columns=st.integers(1, 3),
-    seed=st.integers(0, 2**20),
-    batch_kind=st.sampled_from(["none", "none", "count", "slice", "step", "backwards", "list", "array", "mask"]),
-    num_slices=st.sampled_from([1, 1, 2, 3]),
-    data=st.data(),
-)
-def test_calls_equal_numpy_and_one_machine(
-    functions: Any, nodes: str, op: str, rows: int, columns: int, seed: int, batch_kind: str, num_slices: int, data: Any
-) -> None:
-    """Every op and dtype, batch, number of slices; also fewer rows than ranks. On one machine: bit for bit."""
-    dtype = data.draw(st.sampled_from(DTYPES[op]))
-    x = rows_of(dtype, op, rows, columns, seed)
-    batch = pick(batch_kind, rows, np.random.default_rng(seed))
-    got = functions(nodes, op)(x, batch=batch, num_slices=num_slices)
-    assert_equal(got, reference(op, picked_by(batch, x)), op)
-    on_one = functions(4, op)(x, batch=batch, num_slices=num_slices)
-    assert np.asarray(got).tobytes() == np.asarray(on_one).tobytes()
-    assert_equal(functions(nodes, op).serial(x, batch=batch), reference(op, picked_by(batch, x)), op)
 
 
 def test_large_reductions_of_nodes(nodes: synk.Runtime, subtests: Any) -> None:

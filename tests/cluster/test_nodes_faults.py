@@ -203,6 +203,11 @@ def by_step(runtime: synk.Runtime, box: dict[str, Any]) -> None:
     box["expected"].append(1.0)
 
 
+def by_talk(runtime: synk.Runtime, box: dict[str, Any]) -> None:
+    """All ranks reach those that are new."""
+    assert box["talks"](np.arange(4.0)) == 6.0
+
+
 VICTIMS = {"worker 0": (0,), "worker 3": (3,), "two workers": (0, 3), "node 0": (), "node 1": ()}
 
 
@@ -218,9 +223,10 @@ def test_workers_and_nodes_that_die_while_idle_are_started_again(nodes: synk.Run
 
     box["f"] = nodes.function(lambda x: x.sum() * scale["is"], outputs="sum")
     box["step"] = nodes.function(step, outputs="sum", bcast_inputs="amount", updates=[log])
-    by_call(nodes, box)
-    by_step(nodes, box)
-    following = itertools.cycle([by_call, by_new_function, by_map, by_step])
+    box["talks"] = nodes.function(total, outputs="first")
+    for act in (by_call, by_step, by_talk):
+        act(nodes, box)
+    following = itertools.cycle([by_call, by_new_function, by_map, by_step, by_talk])
     for victim in [*VICTIMS, *reversed(VICTIMS)]:
         go_on = next(following)
         with subtests.test(case=f"{victim} dies, {go_on.__name__}"):
@@ -235,23 +241,7 @@ def test_workers_and_nodes_that_die_while_idle_are_started_again(nodes: synk.Run
             assert any(name in str(each.message) and "started again" in str(each.message) for each in told)
             assert [log.get(rank) for rank in range(4)] == [box["expected"]] * 4
             by_call(nodes, box)
-
-
-def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> None:
-    """Before the next call, so that one which communicates reaches it."""
-    silent, talks = nodes.function(np.sum, outputs="sum"), nodes.function(total, outputs="first")
-    assert (silent(np.arange(4.0)), talks(np.arange(4.0))) == (6.0, 6.0)
-    kill_and_hear(nodes, pids(nodes)[3])
-    with pytest.warns(RuntimeWarning, match="was started again"):
-        assert silent(np.arange(4.0)) == 6.0
-    assert talks(np.arange(4.0)) == 6.0
-    kill_and_hear(nodes, pids(nodes)[3])
-    with pytest.warns(RuntimeWarning):
-        assert talks(np.arange(4.0)) == 6.0
-    assert_talks(nodes)
-    kill_and_wait(agents(nodes)[1])
-    with pytest.warns(RuntimeWarning, match="node 1 .*was started again"):
-        assert talks(np.arange(4.0)) == 6.0
+            by_talk(nodes, box)
 
 
 # ----- between its own end and the end of the call

@@ -1,12 +1,10 @@
-"""How the memory of ranks is divided, and which dtypes they may talk in. No process."""
+"""How the memory of ranks is divided. No process."""
 
 from __future__ import annotations
 
 import pytest
 
-from synk.communicators._checks import named_dtype
 from synk.communicators._layout import ControlLayout, SegmentLayout, required_nbytes
-from synk.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 5, 64, 300))
@@ -19,9 +17,3 @@ def test_what_belongs_to_different_ranks_does_not_overlap(world_size: int) -> No
     assert layout.rings + world_size**2 * layout.ring_nbytes <= nbytes
     assert layout.half_nbytes >= (world_size + 1) * 64
     assert layout.ring_nbytes >= 64
-
-
-def test_unknown_dtypes_are_refused() -> None:
-    for dtype in ("object", "datetime64[s]", "S3", "nonsense"):
-        with pytest.raises(UnsupportedError, match="expected one of"):
-            named_dtype(dtype)

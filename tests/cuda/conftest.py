@@ -1,17 +1,15 @@
-"""The stub of NCCL, one for each test process, and what stands for CuPy's module over it."""
+"""The stub of NCCL, one for each test process, and runtimes on GPUs that do not exist."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from nccl_fakes import Stub, build_stub
-from support import fake_gpus
+from support.fake_gpus import Gpus
 
-from synk.cuda import _group, _pynccl
+from synk.cuda import _pynccl
 
 
 @pytest.fixture(scope="session")
@@ -32,18 +30,16 @@ def over_stub(stub: Stub) -> _pynccl.Nccl:
     return _pynccl.Nccl(stub.dll)
 
 
-@pytest.fixture(params=["over_stub", "cupy"])
-def nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stub, and the stand-in for CuPy's module."""
-    if request.param != "cupy":
-        return request.getfixturevalue(request.param)
-    fake_gpus.install(monkeypatch, 2, has_nccl=True)
-    monkeypatch.setattr(_group, "PROOF_TIMEOUT_S", _group.PROOF_TIMEOUT_S)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
-        monkeypatch.delitem(sys.modules, name)
-    before = set(sys.modules)
-    found = importlib.import_module("cupy.cuda.nccl")
-    request.addfinalizer(
-        lambda: [sys.modules.pop(name) for name in set(sys.modules) - before if name.startswith("cupy")]
-    )
-    return found
+@pytest.fixture(params=["nccl", "host"])
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
+    made = Gpus(monkeypatch, request.param == "nccl", reuse)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
+    """Return a maker of runtimes where it does not matter how the ranks communicate."""
+    made = Gpus(monkeypatch, True, reuse)
+    yield made
+    made.close()

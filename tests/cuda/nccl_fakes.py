@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,19 +29,9 @@ def build_stub(folder: Path) -> Path:
     return library
 
 
-class RecordedCall(NamedTuple):
+class RecordedCall(ctypes.Structure):
     """One call as it arrived in the stub."""
 
-    name: str
-    count: int
-    dtype: int
-    op: int
-    peer: int
-    group_depth: int
-    stream: int
-
-
-class _Call(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char * 24),
         ("count", ctypes.c_size_t),
@@ -59,7 +49,7 @@ class Stub:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dll = ctypes.CDLL(str(path))
-        self.dll.stub_call.restype = ctypes.POINTER(_Call)
+        self.dll.stub_call.restype = ctypes.POINTER(RecordedCall)
 
     def set(self, name: str, value: int) -> None:
         """Turn a knob: see the C file."""
@@ -75,12 +65,9 @@ class Stub:
 
     def calls(self, *names: str) -> list[RecordedCall]:
         """Return the recorded calls, those of ``names`` if given."""
-        found = []
-        for index in range(self.dll.stub_num_calls()):
-            call = self.dll.stub_call(index).contents
-            values = (getattr(call, field) for field, *_ in _Call._fields_[1:])
-            found.append(RecordedCall(call.name.decode(), *(value or 0 for value in values)))
-        return [call for call in found if not names or call.name in names]
+        pointers = map(self.dll.stub_call, range(self.dll.stub_num_calls()))
+        found = [RecordedCall.from_buffer_copy(pointer.contents) for pointer in pointers]
+        return [call for call in found if not names or call.name.decode() in names]
 
 
 def as_buffer(array: np.ndarray, dtype: str = "") -> Buffer:

@@ -82,11 +82,17 @@ def test_ranks_follow_the_visible_devices(subtests: pytest.Subtests, monkeypatch
         (None, [8], ValueError, "got 8 in devices, expected one of: cuda:0, cuda:1"),
         (None, ["GPU-0000"], ValueError, "got 'GPU-0000' in devices"),
         (None, "cuda:0", TypeError, "expected a sequence of devices: cuda:0"),
+        (None, [], ValueError, "0 devices"),
+        (None, {"cuda:0": 1}, TypeError, "expected a sequence of devices: cuda:0"),
         (None, [1.0], TypeError, "expected indices, uuids or names"),
     ]
     for num_workers, given, error, text in refused:
         with subtests.test(text=text), pytest.raises(error, match=text):
             choose(devices, num_workers, given, is_named)
+    names = ("gpu:0", "gpu:1")  # as of other backends, without other names
+    assert choose(names, 2, ["gpu:1", "gpu:1"]) == ["gpu:1", "gpu:1"]
+    with pytest.raises(ValueError, match="got 'gpu:2' in devices, expected one of: gpu:0, gpu:1"):
+        choose(names, None, ["gpu:2"])
 
 
 def test_the_cpus_near_a_device_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

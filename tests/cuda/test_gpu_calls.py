@@ -176,12 +176,17 @@ def test_a_kernel_that_does_not_end_has_the_calls_limit(gpu: Any) -> None:
     assert time.monotonic() - began < 60
 
 
-def spinning(x: Any, cycles: Any) -> Any:
-    """Sum the rows behind a kernel that takes so many cycles."""
+def spin(cycles: Any) -> None:
+    """Launch a kernel that takes so many cycles."""
     import cupy
 
     source = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }'
     cupy.RawKernel(source, "spin")((1,), (1,), (cycles.item(),))
+
+
+def spinning(x: Any, cycles: Any) -> Any:
+    """Sum the rows behind that kernel."""
+    spin(cycles)
     return x.sum()
 
 
@@ -190,18 +195,12 @@ def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
     rt = gpu(1)
 
     def work(x: Any, cycles: Any) -> Any:
-        import cupy
-
         from synk._wire.cell import cell
 
         worker: Any = cell.worker
-        spin = cupy.RawKernel(
-            'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }',
-            "spin",
-        )
         ahead = [worker.ahead] if worker.ahead is not None else []
         total = x.sum()
-        spin((1,), (1,), (cycles.item(),))
+        spin(cycles)
         overtaken = -1.0  # no call was waiting
         for each in ahead:
             limit = time.monotonic() + 5

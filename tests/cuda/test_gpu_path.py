@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,21 +31,6 @@ start_polars()
 
 LARGE = 70_000
 """Elements that are a large output in every dtype."""
-
-
-@pytest.fixture(params=["nccl", "host"])
-def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
-    made = Gpus(monkeypatch, request.param == "nccl", reuse)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
-    """Return a maker of runtimes where it does not matter how the ranks communicate."""
-    made = Gpus(monkeypatch, True, reuse)
-    yield made
-    made.close()
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -459,7 +443,7 @@ def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any) -> None:
 
 
 def test_collectives_inside_functions(gpus: Gpus) -> None:
-    """Ranks are those of the call: whether NCCL joins them, where all take part, or not."""
+    """Ranks are those of the call: whether NCCL joins them, where all take part, or not. NaN is found by max."""
     rt = gpus.reused(3)
 
     def body(x: Any) -> dict[str, Any]:
@@ -468,21 +452,17 @@ def test_collectives_inside_functions(gpus: Gpus) -> None:
         out = x.copy()
         request = comm.irecv((rank - 1) % size, 1, out=out)
         comm.isend(x, (rank + 1) % size, 1)
-        comm.send(x + 1, (rank + 1) % size)
-        received = comm.recv((rank - 1) % size, like=x)
         comm.barrier()
         assert request.wait() is out
         reduced = comm.reduce(x[0], "sum", size - 1)
         return {
             "sum": comm.all_reduce(x.sum(axis=0), "sum"),
-            "avg": comm.all_reduce(x.mean(axis=0)),
             "nan": comm.all_reduce(x[0] * (float("nan") if rank == size - 1 else 1.0), "max"),
             "stack": comm.all_gather(x),
             "root": comm.broadcast(x, size - 1),
             "block": comm.reduce_scatter(comm.all_gather(x).reshape(-1, 2) * (rank + 1)),
             "before": out,
-            "received": received,
-            "reduced": -1.0 if reduced is None else reduced.sum(),
+            "reduced": -1.0 if reduced is None else reduced,
         }
 
     f = rt.function(body, outputs=None)
@@ -490,17 +470,14 @@ def test_collectives_inside_functions(gpus: Gpus) -> None:
         x = np.arange(2.0 * rows).reshape(rows, 2)
         size = min(rows, 3)
         parts = x.reshape(size, -1, 2)
-        for got in (f(x), f.serial(x)) if size == 1 else (f(x),):
-            for rank, found in enumerate(each for each in got if each is not None):
-                np.testing.assert_array_equal(found["sum"], x.sum(axis=0))
-                np.testing.assert_allclose(found["avg"], x.mean(axis=0), rtol=1e-12)
-                assert np.isnan(found["nan"]).all()
-                np.testing.assert_array_equal(found["stack"], parts)
-                np.testing.assert_array_equal(found["root"], parts[-1])
-                np.testing.assert_array_equal(found["block"], parts[rank] * (size * (size + 1) / 2))
-                np.testing.assert_array_equal(found["before"], parts[rank - 1])
-                np.testing.assert_array_equal(found["received"], parts[rank - 1] + 1)
-                assert float(found["reduced"]) == (parts[:, 0].sum() if rank == size - 1 else -1.0)
+        for rank, found in enumerate(each for each in f(x) if each is not None):
+            expected = {
+                "sum": x.sum(axis=0), "nan": np.nan, "stack": parts, "root": parts[-1],
+                "block": parts[rank] * (size * (size + 1) / 2), "before": parts[rank - 1],
+                "reduced": parts[:, 0].sum(axis=0) if rank == size - 1 else -1.0,
+            }  # fmt: skip
+            for name, value in expected.items():
+                np.testing.assert_array_equal(found[name], value, name)
 
 
 def test_a_sum_that_is_started_runs_beside_the_function(gpus: Gpus) -> None:

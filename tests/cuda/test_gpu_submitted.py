@@ -9,25 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_gpus import Gpus
 from support.harness import same_workers
 from test_gpu_path import LARGE
 
 import synk
 from synk.errors import CallCancelled, CallTimeout
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
-    made = Gpus(monkeypatch, True, reuse)
-    yield made
-    made.close()
 
 
 class Gate:

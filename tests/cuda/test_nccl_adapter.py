@@ -1,6 +1,7 @@
-"""The NCCL communicator against NumPy, over the stub library and the stand-in for CuPy: no GPU, real sums.
+"""The NCCL communicator against NumPy, over the stub library: no GPU, real sums.
 
-Both work on host memory with threads as ranks; ``test_gpu_calls.py`` runs collectives on devices.
+It works on host memory with threads as ranks. Over the stand-in for CuPy's module, and on devices, the communicator is
+that of calls: ``backends/test_conformance.py``.
 """
 
 from __future__ import annotations
@@ -15,42 +16,44 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_fakes import Stub, as_buffer, run_ranks
+from support.rank_arrays import REDUCIBLE, numbers, reduced
 
 from synk.cuda._nccl import Buffer, NcclCommunicator, NcclError, load_nccl, nccl_environment
 from synk.errors import SynkError
 
 # ----- results
 
+SUPPORTED = [(op, dtype) for op, dtype in REDUCIBLE if (op, dtype[:7]) != ("prod", "complex")]
+
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_reduce_equals_numpy(subtests: pytest.Subtests, nccl: Any, world_size: int) -> None:
+def test_all_reduce_equals_numpy(subtests: pytest.Subtests, over_stub: Any, world_size: int) -> None:
     """Into another buffer and in place."""
 
     def body(communicator: NcclCommunicator) -> list[list[np.ndarray]]:
         rank, found = communicator.rank, []
         for op, dtype in SUPPORTED:
-            mine = random_array((world_size, 5), dtype)[rank]
+            mine = numbers(dtype, (world_size, 5), 0)[rank]
             received, same = np.empty_like(mine), mine.copy()
             communicator.all_reduce(as_buffer(mine), as_buffer(received), op)
             communicator.all_reduce(as_buffer(same), as_buffer(same), op)
             found.append([received, same])
         return found
 
-    for results in run_ranks(nccl, world_size, body):
+    for results in run_ranks(over_stub, world_size, body):
         for (op, dtype), (received, same) in zip(SUPPORTED, results, strict=True):
             with subtests.test(op=op, dtype=dtype):
                 tolerance = 1e-3 if dtype == "float16" else 1e-6
-                expected = NUMPY_REDUCTIONS[op](random_array((world_size, 5), dtype)).astype(dtype)
+                expected = reduced(op, numbers(dtype, (world_size, 5), 0))
                 np.testing.assert_allclose(received, expected, rtol=tolerance)
                 np.testing.assert_array_equal(same, received)
 
 
-def test_collectives_equal_numpy(subtests: pytest.Subtests, nccl: Any) -> None:
+def test_collectives_equal_numpy(subtests: pytest.Subtests, over_stub: Any) -> None:
     """Those that only move take any dtype."""
     for count, dtype in [*itertools.product((1, 4, 11), ("float64", "complex64")), (3, "int16"), (3, "bool")]:
-        sent = random_array((3, 3 * count), dtype)
+        sent = numbers(dtype, (3, 3 * count), 0)
 
         def body(communicator: NcclCommunicator, count: int = count, sent: np.ndarray = sent) -> list[np.ndarray]:
             mine = sent[communicator.rank]
@@ -65,7 +68,7 @@ def test_collectives_equal_numpy(subtests: pytest.Subtests, nccl: Any) -> None:
 
         with subtests.test(count=count, dtype=dtype):
             expected = sent.sum(axis=0) if sent.dtype.kind in "fc" else np.zeros(3 * count, dtype)
-            for rank, (gathered, copied, block, at_root) in enumerate(run_ranks(nccl, 3, body)):
+            for rank, (gathered, copied, block, at_root) in enumerate(run_ranks(over_stub, 3, body)):
                 np.testing.assert_array_equal(gathered, sent.ravel())
                 np.testing.assert_array_equal(copied, sent[2])
                 np.testing.assert_array_equal(block, expected[rank * count : (rank + 1) * count])

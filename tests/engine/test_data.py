@@ -320,6 +320,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subte
         (ValueError, "'single': it has no axes", lambda: single.free_memory()),
         (ValueError, "without a copy", lambda: d.__array__("f8", copy=False)),
         (TypeError, "got no value, expected dtype", lambda: rt.data()),
+        (TypeError, r"got a dict.*synk\.shared", lambda: rt.data({"a": np.ones(2)})),
         (ValueError, r"got a value of shape \(2,\) and shape=\(3,\)", lambda: rt.data([1, 2], shape=3)),
         (TypeError, "object", lambda: rt.data(np.array([None]))),
         (TypeError, "cannot pickle Data 'd'", lambda: pickle.dumps(d)),

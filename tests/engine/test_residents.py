@@ -526,9 +526,12 @@ def test_what_does_not_load_without_running_code_is_refused(shared_runtimes: Any
     for use in (plain.save, plain.load):
         with pytest.raises(TypeError, match="got an object without dump and load, expected one with them"):
             use(tmp_path / "log.npz")
-    odd = rt.resident(Log(), dump=lambda log: {"log": log}, load=load_log)
-    with pytest.raises(TypeError, match=r"cannot save resident object 'Log': got Log at \['log'\], expected numbers"):
+    odd = rt.resident(Log(), dump=lambda log: {"logs": [1, log]}, load=load_log)
+    with pytest.raises(TypeError, match=r"save resident object 'Log': got Log at \['logs'\]\[1\], expected numbers"):
         odd.save(tmp_path / "log.npz")
+    objects = rt.resident(np.array([object()]), name="objects", dump=lambda array: array, load=load_log)
+    with pytest.raises(TypeError, match="save resident object 'objects': got ndarray"):
+        objects.save(tmp_path / "log.npz")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "log.npz").write_bytes(pickle.dumps(Log()))
     with pytest.raises(ValueError, match="cannot load"):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ import pytest
 from support.beside import beside
 from support.harness import script
 
-from synk._wire.descriptors import pipe
 from synk.errors import ClosedError
 
 pytestmark = pytest.mark.own_start
@@ -27,38 +24,6 @@ Count = Callable[[int], int]
 
 
 # ----- a start that is broken off
-
-
-class Raised(Exception):
-    """What a handler of a signal of the program's raises."""
-
-
-def test_a_pipe_has_owners_at_every_instruction() -> None:
-    """An exception at any of them leaves no descriptor behind."""
-    before, outer = set(os.listdir("/proc/self/fd")), sys.gettrace()
-    count = nth = 0
-
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        if count == nth:
-            raise Raised
-        return look
-
-    while count >= nth:
-        nth, count = nth + 1, 0
-        sys.settrace(look)
-        ends: Any = None
-        try:
-            ends = pipe()
-        except Raised:
-            pass
-        finally:
-            sys.settrace(outer)
-        del ends
-        assert set(os.listdir("/proc/self/fd")) == before, f"instruction {nth}"
-    assert nth > 20
 
 
 INTERRUPTED_START = """

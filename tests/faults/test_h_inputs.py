@@ -10,16 +10,13 @@ import contextlib
 import itertools
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from support import saboteurs
 from support.harness import assert_right, nothing_sent
 
@@ -103,6 +100,7 @@ CASES = [
     Case("H5", "Fortran order", lambda: np.asfortranarray(PLAIN)),
     Case("H5", "transposed", lambda: np.ascontiguousarray(PLAIN.T).T),
     Case("H5", "stride 0", lambda: np.broadcast_to(PLAIN[0], (7, 4))),
+    Case("H5", "three axes", lambda: PLAIN.reshape(7, 2, 2)[:, ::-1]),
     Case("H5", "columns backwards", lambda: PLAIN[:, ::-1]),
     Case("H6", "objects", lambda: np.array([[1, None]] * 7, dtype=object), every(TypeError)),
     Case("H6", "records of objects", lambda: np.zeros(7, dtype=[("a", "O")]), every(TypeError)),
@@ -169,29 +167,12 @@ def expected(op: str | None, value: Any, where: Any) -> Any:
         return (np.min if op == "min" else np.max)(x, axis=0)
 
 
-class Table:
-    """The functions of the table on each runtime, made once."""
-
-    def __init__(self, runtimes: Any) -> None:
-        self._runtimes = runtimes
-        self._functions: dict[tuple[Any, str | None], Any] = {}
-
-    def runtime(self, where: Any) -> Any:
-        return self._runtimes[2 if where == "serial" else where]
-
-    def call(self, where: Any, op: str | None) -> Callable[..., Any]:
-        runtime = self.runtime(where)
-        key = (runtime, op)
-        if key not in self._functions:
-            self._functions[key] = runtime.function(KERNELS[op], outputs=op)
-            runtime.distribute()
-        function = self._functions[key]
-        return function.serial if where == "serial" else function
-
-
-@pytest.fixture(scope="module")
-def table(shared_runtimes: Any) -> Iterator[Table]:
-    yield Table(shared_runtimes)
+def calls(runtimes: Any, where: Any) -> dict[str | None, Callable[..., Any]]:
+    """Return the calls of the table, by op, on one runtime."""
+    runtime = runtimes[2 if where == "serial" else where]
+    functions = {op: runtime.function(KERNELS[op], outputs=op) for op in OPS}
+    runtime.distribute()
+    return {op: function.serial if where == "serial" else function for op, function in functions.items()}
 
 
 def check(op: str | None, got: Any, want: Any) -> None:
@@ -208,63 +189,23 @@ def check(op: str | None, got: Any, want: Any) -> None:
         assert np.asarray(got).tobytes() == want.tobytes(), "signs of zeros, payloads of NaN, records"
 
 
-def try_input(table: Table, case: Case, op: str | None, where: Any) -> None:
+def test_H_every_input_with_every_op(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     """Some inputs are refused for what they are, before anything is sent; others because their rows do not combine."""
-    error = case.error(op)
-    if error is None:
-        check(op, table.call(where, op)(case.make()), expected(op, case.make(), where))
-        return
-    is_silent = case.refused[0][0] == "*"
-    with nothing_sent(table.runtime(where)) if is_silent else contextlib.nullcontext(), pytest.raises(error):
-        table.call(where, op)(case.make())
-
-
-def test_H_every_input_with_every_op(table: Table, shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    for where, op in itertools.product(WHERE, OPS):
-        table.call(where, op)(PLAIN)
+    table = {where: calls(shared_runtimes, where) for where in WHERE}
     for case in CASES:
         with subtests.test(row=case.row, input=case.name):
             for op in OPS:
                 for where in random.Random(f"{case.name} {op}").sample(WHERE, 2):
-                    try_input(table, case, op, where)
+                    call, error = table[where][op], case.error(op)
+                    if error is None:
+                        check(op, call(case.make()), expected(op, case.make(), where))
+                        continue
+                    is_silent = case.refused[0][0] == "*" and where != "serial"
+                    silence = nothing_sent(shared_runtimes[where]) if is_silent else contextlib.nullcontext()
+                    with silence, pytest.raises(error):
+                        call(case.make())
     for num_workers in (1, 2, 3):
         assert_right(shared_runtimes[num_workers])
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    array=st.one_of(hnp.floating_dtypes(sizes=(32, 64), endianness="?"), hnp.integer_dtypes(endianness="?")).flatmap(
-        lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=6))
-    ),
-    order=st.sampled_from(["C", "F", "strided", "backwards", "offset"]),
-    index=st.sampled_from(["none", "slice", "list", "mask", "int"]),
-    seed=st.integers(0, 2**16),
-    where=st.sampled_from(WHERE),
-)
-def test_H_any_array_in_any_layout(
-    table: Table, array: np.ndarray, order: str, index: str, seed: int, where: Any, shared_runtimes: Any
-) -> None:
-    """Rows arrive as they are, whatever the dtype, the shape, the strides and the way they are picked."""
-    rng = np.random.default_rng(seed)
-    laid_out = {
-        "C": lambda: array,
-        "F": lambda: np.asfortranarray(array),
-        "strided": lambda: np.repeat(array, 3, axis=0)[1::3],
-        "backwards": lambda: np.ascontiguousarray(array[::-1])[::-1],
-        "offset": lambda: np.concatenate([array[:1], array], axis=0)[1:],
-    }[order]()
-    n = len(array)
-    batch = {
-        "none": None,
-        "slice": slice(int(rng.integers(-n, n)), None, int(rng.integers(1, 3))),
-        "list": rng.integers(-n, n, size=int(rng.integers(1, 2 * n + 1))),
-        "mask": rng.random(n) < 0.5,
-        "int": int(rng.integers(1, n + 1)),
-    }[index]
-    picked = array if batch is None else array[:batch] if index == "int" else array[batch]
-    got = table.call(where, "gather")(laid_out, batch=batch)
-    assert got.dtype == array.dtype.newbyteorder("=")
-    np.testing.assert_array_equal(got, picked)
 
 
 # ----- rows: how many, and which
@@ -285,17 +226,18 @@ ODD_BATCHES: dict[str, Any] = {
 }
 
 
-def test_H27_odd_batches_mean_what_numpy_means(table: Table, subtests: pytest.Subtests) -> None:
-    for kind, batch in ODD_BATCHES.items():
-        picked = PLAIN[batch if isinstance(batch, slice) else np.asarray(batch, None if len(batch) else int)]
-        for where in WHERE:
+def test_H27_odd_batches_mean_what_numpy_means(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    for where in WHERE:
+        call, data = calls(shared_runtimes, where), shared_runtimes[2 if where == "serial" else where].data(PLAIN)
+        for kind, batch in ODD_BATCHES.items():
+            picked = PLAIN[batch if isinstance(batch, slice) else np.asarray(batch, None if len(batch) else int)]
             with subtests.test(kind, where=where):
-                for rows in (PLAIN, table.runtime(where).data(PLAIN)):
-                    np.testing.assert_array_equal(table.call(where, "gather")(rows, batch=batch), picked)
-                    np.testing.assert_array_equal(table.call(where, "sum")(rows, batch=batch), picked.sum(axis=0))
+                for rows in (PLAIN, data):
+                    np.testing.assert_array_equal(call["gather"](rows, batch=batch), picked)
+                    np.testing.assert_array_equal(call["sum"](rows, batch=batch), picked.sum(axis=0))
                 if not len(picked):
                     with pytest.raises(ValueError):
-                        table.call(where, "avg")(PLAIN, batch=batch)
+                        call["avg"](PLAIN, batch=batch)
 
 
 @pytest.mark.high_memory
@@ -326,48 +268,27 @@ def test_H29_offsets_beyond_two_gib(shared_runtimes: Any) -> None:
 # ----- whose data, which argument
 
 
-def plain(x: Any, y: Any = 2.0) -> Any:
-    return x * y
+BINDING: dict[str, Callable[..., Any]] = {
+    "plain": lambda x, y=2.0: x * y,
+    "keyword only": lambda x, *, y=3.0: x * y,
+    "positional only": lambda x, y=4.0, /: x - y,
+    "variadic": lambda x, *ys, **named: x + sum(ys) + sum(named.values()),
+}
+KEYWORDS = ((), ("x",), ("y",), ("y", "x"), ("z",), ("ys", "named"), ("self", "y"), ("fn", "args"))
 
 
-def keyword_only(x: Any, *, y: Any = 3.0) -> Any:
-    return x * y
-
-
-def positional_only(x: Any, y: Any = 4.0, /) -> Any:
-    return x - y
-
-
-def variadic(x: Any, *ys: Any, **named: Any) -> Any:
-    return x + sum(ys) + sum(named.values())
-
-
-names = st.sampled_from(["x", "y", "z", "ys", "named", "self", "fn", "args"])
-numbers = st.integers(1, 9).map(float)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    fn=st.sampled_from([plain, keyword_only, positional_only, variadic]),
-    arguments=st.lists(numbers, max_size=3),
-    keywords=st.dictionaries(names, numbers, max_size=2),
-)
-def test_H30_any_call_binds_like_python(
-    shared_runtimes: Any, fn: Callable[..., Any], arguments: list[float], keywords: dict[str, float]
-) -> None:
+def test_H30_any_call_binds_like_python(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     """A call is refused with TypeError where Python refuses it, and else means the same; all parameters are rows."""
-    rt = shared_runtimes[0]
-    if fn not in _binders:
-        _binders[fn] = rt.function(fn, outputs="gather")
-    rows = [np.full(3, value) for value in arguments]
-    named = {name: np.full(3, value) for name, value in keywords.items()}
-    try:
-        want = fn(*rows, **named)
-    except TypeError:
-        with pytest.raises(TypeError):
-            _binders[fn](*rows, **named)
-    else:
-        np.testing.assert_array_equal(_binders[fn](*rows, **named), want)
-
-
-_binders: dict[Callable[..., Any], Any] = {}
+    for name, fn in BINDING.items():
+        f = shared_runtimes[0].function(fn, outputs="gather")
+        for count, keywords in itertools.product(range(4), KEYWORDS):
+            rows = [np.full(3, 1.0 + k) for k in range(count)]
+            named = {keyword: np.full(3, 5.0 + k) for k, keyword in enumerate(keywords)}
+            with subtests.test(name, count=count, keywords=keywords):
+                try:
+                    want = fn(*rows, **named)
+                except TypeError:
+                    with pytest.raises(TypeError):
+                        f(*rows, **named)
+                else:
+                    np.testing.assert_array_equal(f(*rows, **named), want)

@@ -54,6 +54,8 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
 }  # fmt: skip
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SILENT = (*FUNCTIONS, ast.ClassDef, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)
 SAYS = re.compile(r"\b(log|logger|logging|warnings?|warn)\b")
 
 
@@ -84,27 +86,14 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield all faults of a file, for statements in functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.name not in (
-            "__repr__",
-            "__str__",
-        ):
+        if isinstance(function, FUNCTIONS) and function.name not in ("__repr__", "__str__"):
             for statement in function.body:
                 yield from faults_in(statement, str(path.relative_to(ROOT)), statement.lineno)
 
 
 def faults_in(node: ast.AST, file: str, probe_line: int, parent: ast.AST | None = None) -> Iterator[Mutant]:
     """Yield the faults of a node and of what it consists of. Functions in it have a turn of their own."""
-    silent = (
-        ast.Raise,
-        ast.Assert,
-        ast.Import,
-        ast.ImportFrom,
-        ast.FunctionDef,
-        ast.AsyncFunctionDef,
-        ast.ClassDef,
-        ast.JoinedStr,
-    )
-    if isinstance(node, silent) or (isinstance(node, ast.Expr) and SAYS.search(ast.unparse(node))):
+    if isinstance(node, SILENT) or (isinstance(node, ast.Expr) and SAYS.search(ast.unparse(node))):
         return
     if isinstance(node, ast.stmt):
         is_elif = isinstance(node, ast.If) and isinstance(parent, ast.If) and node.col_offset == parent.col_offset

@@ -224,10 +224,6 @@ def getDeviceCount() -> int:
     return 1
 
 
-def setDevice(device: int) -> None:
-    check()
-
-
 def getDeviceProperties(device: int) -> dict[str, Any]:
     return {"name": b"Fake GPU", "totalGlobalMem": 1 << 34}
 
@@ -243,11 +239,6 @@ def runtimeGetVersion() -> int:
 def memGetInfo() -> tuple[int, int]:
     check()
     return 1 << 26, 1 << 34
-
-
-def streamQuery(stream: int) -> int:
-    finish(stream)
-    return 0
 
 
 def pointerGetAttributes(ptr: int) -> Any:
