@@ -58,21 +58,15 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 SCRIPTS = {
-    "attrs, define": """
-        @attrs.define
-        class Config:
-            rate: float
-        made = Config(2.0)
-        """,
     "attrs, frozen": """
-        @attrs.frozen
+        @attrs.frozen(slots=False)
         class Config:
             rate: float
         made = Config(2.0)
         """,
     "attrs, with a validator": """
         def positive(obj, attribute, value): assert value > 0
-        @attrs.define(slots=False)
+        @attrs.define
         class Config:
             rate: float = attrs.field(converter=float, validator=positive)
         made = Config(2.0)

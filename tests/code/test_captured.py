@@ -64,22 +64,6 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         """,
         ("@functools.cache\ndef scaled(k): return k / rate", "rate = 4.0"),  # not seen by what is in a cache
     ),
-    **{
-        f"a method, by {way}": (
-            f"""
-            class Model:
-                w = 1.0
-                def step(self, x): return self.scaled(x) + 1
-                def scaled(self, x): return x * self.w
-                __call__ = step
-            model, was = Model(), Model.scaled
-            import functools
-            f = {way}
-            """,
-            ("model.w = 3.0", "Model.scaled = lambda self, x: x * self.w + 10", "Model.scaled = was"),
-        )
-        for way in ("model.step", "model", "functools.partial(Model.step, model)")
-    },
 }
 
 

@@ -10,7 +10,6 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,6 +144,8 @@ CHANGES = {
     "lost global": "del gone",
 }
 SENT = """
+from types import SimpleNamespace
+import numpy as np
 a_dict, a_list, a_space, a_long, an_array = {"rate": 1}, [1, 2, 3], SimpleNamespace(rate=1), [*range(2000)], np.zeros(2)
 threshold = gone = 1
 def f(x):
@@ -164,12 +165,7 @@ def test_what_changes_while_a_function_is_being_sent_is_sent_with_the_next_call(
     for number, (what, when) in enumerate(itertools.product(CHANGES, ["pickled", "loaded"])):
         with subtests.test(change=what, while_it_is=when):
             late = Late()
-            names: dict[str, Any] = {
-                "__name__": "__main__",
-                "np": np,
-                "SimpleNamespace": SimpleNamespace,
-                "z_late": late,
-            }
+            names: dict[str, Any] = {"__name__": "__main__", "z_late": late}
             exec(SENT, names)
             sent = shared_runtimes[1].function(names["f"], outputs=None)  # which pickles it, to see whether that works
 

@@ -282,12 +282,6 @@ def smaps(pid: int | str, field: str) -> int:
         return 1024 * sum(int(number) for number in re.findall(rf"(?m)^{field}: +(\d+) kB", file.read()))
 
 
-def test_large_arrays_of_any_size_lie_where_the_ranks_look_for_them(shared_runtimes: Any) -> None:
-    first, second = np.arange(20_001.0), np.arange(30_001.0) + 5
-    f = shared_runtimes[2].function(lambda x: x + first.sum() * second[11] + second.sum(), outputs="gather")
-    np.testing.assert_array_equal(f(X), X + first.sum() * 16 + second.sum())
-
-
 def test_an_element_beyond_a_list_that_the_rank_has_shortened_is_not_lost(shared_runtimes: Any) -> None:
     """The rank has taken elements away, and the program has bound the last one anew: its value is there."""
     items: list[Any] = [1, 2, 3]

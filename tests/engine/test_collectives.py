@@ -33,7 +33,7 @@ def set_to(rt: Any, values: list[Any], **options: Any) -> tuple[Any, list[Any]]:
 
 
 def test_reductions_equal_numpy(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, (op, dtype), shape in combinations(50, EVERYWHERE, REDUCIBLE, ((7, 3), (), (0, 2))):
+    for where, (op, dtype), shape in combinations(43, EVERYWHERE, REDUCIBLE, ((7, 3), (), (0, 2))):
         rt = shared_runtimes[where]
         with subtests.test(where=where, op=op, dtype=dtype, shape=shape):
             w, values = differing(rt, shape, dtype)
@@ -94,7 +94,8 @@ def test_nestings_and_several_variables_go_through_every_verb(shared_runtimes: A
     size = rt.world_size
     w, values = set_to(rt, [tree(rank) for rank in range(size)])
     a, a_values = differing(rt, (4,))
-    assert w.shapes[0]["w"] == ((3, 5), (3, 1))
+    assert w.shapes[0] == {"w": ((3, 5), (3, 1)), "b": [(3,), None], "c": (3, 0, 2), "d": (3, 3, 1)}
+    assert w.dtype["w"] == (np.dtype("f8"), np.dtype("f4"))
     assert_same(synk.gather([a, w]), [np.stack(a_values), by_leaf(lambda *leaves: np.stack(leaves), *values)])
     joined = by_leaf(lambda *leaves: np.concatenate(leaves), *values)
     assert_same(synk.gather(w, nd_up=0), joined)
@@ -145,18 +146,6 @@ def test_large_values_are_moved_in_shared_memory(subtests: pytest.Subtests, shar
             assert sent["bytes_down"] < 1 << 16 and sent["bytes_up"] < 1 << 12
             synk.scatter(w, values[0])
             assert_same(everywhere(rt, w), np.array_split(values[0], rt.world_size))
-
-
-@pytest.mark.parametrize("count", [3, 1 << 20])
-def test_results_of_reductions_are_the_callers_own(shared_runtimes: Any, count: int) -> None:
-    """Also a large one, which need not be a copy: its memory is not written again while somebody holds it."""
-    rt = shared_runtimes[2]
-    w, values = differing(rt, (count,))
-    kept = [synk.reduce(w, "sum", in_place=False) for _ in range(3)]
-    kept[0][:] = 7
-    w[0] = np.zeros(count)
-    assert_same(synk.reduce(w, "sum", in_place=False), values[1])
-    assert_same(kept[1:], [values[0] + values[1]] * 2)
 
 
 # ----- misuse

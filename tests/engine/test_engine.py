@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-import numpy.testing
 import pytest
 from support.saboteurs import AtLoad
 
@@ -110,16 +109,15 @@ def test_slots_that_another_plan_has_replaced(rt: Any) -> None:
         np.testing.assert_array_equal(f(np.ones((size // 10, 1))), np.ones((size // 10, 40)))
 
 
-def test_shards_that_nobody_reads_in_between_keep_no_old_rows() -> None:
+def test_shards_that_nobody_reads_in_between_keep_no_old_rows(rt: Any) -> None:
     """A place is used again for a value of another length, while views of the one before may be there."""
-    with synk.Runtime(2, backend="numpy") as rt:
-        w = rt.shared(np.arange(4.0), sharded=True)
-        read = rt.function(lambda: w.value.copy(), outputs=None, per_rank=True)
-        fill = rt.function(
-            lambda n: setattr(w, "value", np.full(n, float(n))), outputs=None, per_rank=True, bcast_inputs="n"
-        )
-        read()
-        for lengths in ((3, 5), (4, 2, 7), (1, 9)):
-            for n in lengths:
-                fill(n)
-            np.testing.assert_array_equal(read(), [np.full(n, float(n))] * 2)
+    w = rt.shared(np.arange(4.0), sharded=True)
+    read = rt.function(lambda: w.value.copy(), outputs=None, per_rank=True)
+    fill = rt.function(
+        lambda n: setattr(w, "value", np.full(n, float(n))), outputs=None, per_rank=True, bcast_inputs="n"
+    )
+    read()
+    for lengths in ((3, 5), (4, 2, 7), (1, 9)):
+        for n in lengths:
+            fill(n)
+        np.testing.assert_array_equal(read(), [np.full(n, float(n))] * 2)

@@ -99,17 +99,3 @@ def test_arguments_that_look_alike_but_are_given_in_another_form(shared_runtimes
         for _ in range(2):
             with pytest.raises(error, match="a"):
                 wrong()
-
-
-def test_a_tensor_after_an_array_of_its_shape(shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-    rt, x = shared_runtimes[2], np.arange(6.0)
-    f = rt.function(lambda a, w: (a * w).sum(), bcast_inputs=["w"], framework="torch", outputs="sum")
-    w = torch.full((), 2.0, dtype=torch.float64)
-    conjugate = torch.complex(torch.from_numpy(x), torch.from_numpy(x)).conj()
-    for _ in range(2):
-        assert f(x, w) == f(torch.from_numpy(x), w) == f(torch.from_numpy(x), 2.0) == 30.0
-        assert f(conjugate, w) == 30.0 - 30.0j
-        assert f(torch.from_numpy(x).bfloat16(), w) == 30.0
-        with pytest.raises(TypeError, match="requires grad"):
-            f(torch.from_numpy(x).requires_grad_(), w)

@@ -74,7 +74,7 @@ def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
 ACTIONS = ["call", "call", "pass", "submit", "serial", "verify", "get", "set", "result", "fail", "anew", "other"]
 
 
-@pytest.mark.parametrize("kind", [1, 2, 0, "1+3"])
+@pytest.mark.parametrize("kind", [2, 0, "1+3"])
 def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind: Any) -> None:  # noqa: C901
     """Called, passed, submitted, serially, on trial, failing, sent late, with rows for few ranks only, and set anew."""
     rng, rt = random.Random(f"{kind}"), shared_runtimes[kind]
@@ -89,7 +89,7 @@ def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind:
     steps, passed = [make_step(rt, log) for log in residents], make_passed_step(rt, *residents)
     failing = rt.function(fail, outputs=None, bcast_inputs="log", updates=residents)
     pending: list[tuple[Any, float]] = []
-    for _ in range(100):
+    for _ in range(80):
         which, x = rng.randrange(2), np.arange(float(rng.randrange(1, 7)))
         action = rng.choice(ACTIONS)
         if action in ("call", "pass", "submit", "serial"):
@@ -526,9 +526,12 @@ def test_what_does_not_load_without_running_code_is_refused(shared_runtimes: Any
     for use in (plain.save, plain.load):
         with pytest.raises(TypeError, match="got an object without dump and load, expected one with them"):
             use(tmp_path / "log.npz")
-    odd = rt.resident(Log(), dump=lambda log: {"log": log}, load=load_log)
-    with pytest.raises(TypeError, match=r"cannot save resident object 'Log': got Log at \['log'\], expected numbers"):
+    odd = rt.resident(Log(), dump=lambda log: {"logs": [1, log]}, load=load_log)
+    with pytest.raises(TypeError, match=r"save resident object 'Log': got Log at \['logs'\]\[1\], expected numbers"):
         odd.save(tmp_path / "log.npz")
+    objects = rt.resident(np.array([object()]), name="objects", dump=lambda array: array, load=load_log)
+    with pytest.raises(TypeError, match="save resident object 'objects': got ndarray"):
+        objects.save(tmp_path / "log.npz")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "log.npz").write_bytes(pickle.dumps(Log()))
     with pytest.raises(ValueError, match="cannot load"):

@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.names import named
-from support.rank_arrays import assert_same, assigner, everywhere, numbers
+from support.rank_arrays import assert_same, everywhere
 
 import synk
-
-EVERYWHERE = (1, 2, 3, 4, 0, "1+3")
-DTYPES = ("f2", "f4", "f8", "i1", "i8", "u4", "c8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
 @pytest.fixture(params=[3, 0, "1+3"])
@@ -25,11 +22,6 @@ def rt(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
     """A runtime with workers, one without and one over two nodes."""
     runtime: synk.Runtime = shared_runtimes[request.param]
     return runtime
-
-
-def rows_of(rt: Any, x: np.ndarray) -> list[np.ndarray]:
-    """Return the rows of each rank."""
-    return np.array_split(x, rt.world_size)
 
 
 # ----- values
@@ -52,7 +44,7 @@ def test_the_program_gives_copies_gets_copies_and_assigns(rt: Any) -> None:
     value[:] = -3
     w.value += 2
     assert_same(everywhere(rt, w), [np.ones(3)] * rt.world_size)
-    assert_same(everywhere(rt, x), rows_of(rt, np.arange(7.0)))
+    assert_same(everywhere(rt, x), np.array_split(np.arange(7.0), rt.world_size))
 
 
 # ----- in functions
@@ -112,30 +104,3 @@ def test_all_functions_share_the_one_replica_of_each_rank(rt: Any) -> None:
         assert rt.function(again, outputs="max")(x) == count
     assert first(x) == 6
     assert_same(everywhere(rt, w), [np.array([6.0])] * rt.world_size)
-
-
-# ----- nested state
-
-
-def model(seed: int, factor: int = 1) -> dict[str, Any]:
-    """Return the parameters of a small model: a nesting of arrays of several dtypes."""
-    return {
-        "layers": [
-            (numbers("f8", (3, 2), seed) * factor, numbers("f8", (2,), seed + 1) * factor),
-            (numbers("f4", (2, 2), seed + 2) * np.float32(factor), None),
-        ],
-        "step": np.asarray(np.int64(seed * factor)),
-        "empty": np.zeros((0, 2)),
-    }
-
-
-def test_a_nesting_of_arrays_is_one_variable(rt: Any) -> None:
-    params = rt.shared(model(3), name="params")
-    assert_same(everywhere(rt, params), [model(3)] * rt.world_size)
-    assert params.shape == {"layers": [((3, 2), (2,)), ((2, 2), None)], "step": (), "empty": (0, 2)}
-    assert params.dtype["layers"][1] == (np.dtype("f4"), None)
-    models = [model(3, rank + 2) for rank in range(rt.world_size)]
-    assigner(rt, params, lambda value, x: models[int(x[0])])(np.arange(float(rt.world_size)))
-    assert_same(everywhere(rt, params), models)
-    params.value = model(5)
-    assert_same(everywhere(rt, params), [model(5)] * rt.world_size)

@@ -40,14 +40,14 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
     """A function may fill one buffer for all slices. One variable: ``test_shared_sequences.py``."""
     rt = shared_runtimes[where]
     total, largest = rt.shared(0.0, name="total"), rt.shared(np.full(2, -np.inf), name="largest")
-    tree = rt.shared({"mean": np.zeros(2), "parts": [np.zeros(2, "f4")]}, name="tree")
+    tree = rt.shared({"mean": np.zeros(2), "scale": 0.0, "parts": [np.zeros(2, "f4")]}, name="tree")
     counts = rt.shared(np.zeros(rt.world_size, "i8"), sharded=True, name="counts")
 
     buffer = np.zeros(2)
 
     def statistics(x: np.ndarray) -> Any:
         buffer[:] = x.mean(axis=0)
-        new_tree = {"mean": buffer, "parts": [buffer.astype("f4")]}
+        new_tree = {"mean": buffer, "scale": buffer.mean(), "parts": [buffer.astype("f4")]}
         return {"rows": len(x)}, (x.sum(), x.max(axis=0), new_tree, [len(x)])
 
     updates = [(total, "sum"), (largest, "max"), tree, (counts, "sum")]
@@ -59,7 +59,8 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         assert_same(everywhere(rt, total), [part.sum() for part in parts], is_rounded=True)
         assert_same(everywhere(rt, largest), [part.max(axis=0) for part in parts])
         means = [part.mean(axis=0) for part in parts]
-        assert_same(everywhere(rt, tree), [{"mean": m, "parts": [m.astype("f4")]} for m in means], is_rounded=True)
+        trees = [{"mean": mean, "scale": mean.mean(), "parts": [mean.astype("f4")]} for mean in means]
+        assert_same(everywhere(rt, tree), trees, is_rounded=True)
         assert_same(everywhere(rt, counts), [np.array([len(part)]) for part in parts])
 
 

@@ -257,7 +257,7 @@ def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, seed: int) -> 
     functions = [rt.function(act, **options) for _ in range(2)]
     data, count = rt.data(np.zeros((8, 3))), 0
     for _ in range(120):
-        how, scale = str(rng.choice(HOWS)), (2, 0.5)[rng.integers(2)]
+        how, scale = str(rng.choice(HOWS)), (2, 0.5, torch.tensor(0.5).double())[rng.integers(3)]
         x = rng.normal(size=(rng.choice([8, 8, 8, 20_000]), 3))
         kind = rng.integers(1 if how == "keep" else 0, 4)  # what is kept of Data follows it, by contract
         x = x.astype(np.float32) if kind == 3 else x
@@ -275,7 +275,7 @@ def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, seed: int) -> 
         total, mean = call(how, scale, passed, batch=batch)
         rows = rows + (how == "write")
         tolerance = {"rtol": 1e-3, "atol": 1e-2} if kind == 3 else {"rtol": 1e-9, "atol": 1e-9}
-        expected = (rows * scale).sum(0)
+        expected = (rows * float(scale)).sum(0)
         np.testing.assert_allclose(total, expected.reshape(3, 1) if how == "other" else expected, **tolerance)
         np.testing.assert_allclose(mean, rows.mean(0), **tolerance)
         np.testing.assert_array_equal(np.asarray(passed), x)
@@ -351,6 +351,7 @@ def test_tensors_that_cannot_travel_are_refused(shared_runtimes: Any, subtests: 
     good = torch.ones(4)
     for framework, (make, text) in itertools.product((None, "torch"), REFUSED):
         f = shared_runtimes[2].function(named("f", lambda w, x: 1.0), bcast_inputs="w", framework=framework)
+        assert [f(good, good) for _ in range(3)] == [1.0] * 3  # the plan of such a call is known
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = make()

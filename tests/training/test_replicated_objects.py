@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -190,40 +189,6 @@ def test_a_copy_that_is_behind_is_not_used(subtests: Any, shared_runtimes: Any) 
         if name != "step":
             use()
     step(x, y)
-
-
-def loop(model: Any, optimizer: Any, scheduler: Any, step: Callable[..., Any], here: Callable[..., Any]) -> list[float]:
-    """Train with a scheduler, an evaluation, early stopping and a save, all of them in the program."""
-    x, y = batches(1, (9,))[0]
-    losses: list[float] = []
-    kept: Any = None
-    for _ in range(6):
-        for rows in batches(3, (8, 7)):
-            step(*rows)
-        with here():
-            scheduler.step()
-            model.eval()
-            with torch.no_grad():
-                losses.append(float(F.mse_loss(model(x), y)))
-            model.train()
-            if losses[-1] <= min(losses):
-                kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            elif len(losses) > 3:
-                model.load_state_dict(kept[0])
-                optimizer.load_state_dict(copy.deepcopy(kept[1]))
-    return losses
-
-
-def test_a_loop_that_does_all_in_the_program(shared_runtimes: Any) -> None:
-    plain, objects = made(), made()
-    for _, optimizer, scheduler in (plain, objects):
-        optimizer.param_groups[0]["lr"] = scheduler.base_lrs[0] = 0.2  # too large, so that some epochs are thrown away
-    expected = loop(*plain, lambda x, y: plain_step(*plain[:2], x, y), contextlib.nullcontext)
-    assert sorted(expected, reverse=True) != expected
-    rep = synk.torch.replicate(*objects[:2], runtime=shared_runtimes[2])
-    losses = loop(*objects, rep.function(plain_step, outputs="avg"), rep.here)
-    assert differences(expected, losses, 1e-9) == []
-    assert all(differences(state_of(plain[:2]), state, 1e-9) == [] for state in rank_states(rep))
 
 
 def test_pull_and_push_change_nothing(shared_runtimes: Any) -> None:

@@ -107,20 +107,6 @@ def test_copies_of_which_one_is_no_number_are_apart(subtests: Any, shared_runtim
                 step(x, values)
 
 
-def test_an_evaluation_leaves_the_mode(shared_runtimes: Any) -> None:
-    model = mlp()
-    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
-
-    def body(model: Any, x: Any) -> Any:
-        model.eval()
-        return model(x)
-
-    evaluate = rep.function(body, trains=False, outputs="gather")
-    for x, _ in batches(3):
-        assert torch.allclose(evaluate(x), model(x).detach(), rtol=0, atol=1e-14)
-    assert [state["training 0"] for (state,) in rank_states(rep)] == [True, True]
-
-
 def test_odd_parameters_and_a_call_that_was_not_sent(shared_runtimes: Any) -> None:
     model, plain = mlp(), mlp()
     model.register_parameter("places", torch.nn.Parameter(torch.arange(3), requires_grad=False))
