@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import functools
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import harness
+from support.beside import beside
 from support.gates import Gate
 
 import synk
@@ -125,15 +125,6 @@ def test_shutdown(shared_runtimes: Any, gate: Gate) -> None:
         assert all(future.cancelled() or future.result(60) is None for future in futures)
         assert any(future.cancelled() for future in futures) == ("cancel_futures" in options)
         gate.close()
-
-
-def test_an_executor_that_is_dropped_ends_what_it_has(shared_runtimes: Any) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    future, gone = executor.submit(operator.neg, 3), weakref.ref(executor)
-    del executor
-    gc.collect()
-    assert gone() is None
-    assert future.result(60) == -3
 
 
 def test_waiting_and_cancelling(executor: synk.Executor, gate: Gate) -> None:
@@ -274,24 +265,20 @@ def test_calls_threads_and_executors_between_one_another(executor: synk.Executor
         with synk.Executor(runtime=rt) as other:
             found[number] = list(other.map(operator.mul, range(20), [number] * 20))
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    futures = [executor.submit(operator.neg, k) for k in range(20)]
-    assert [total(np.full(4, k)) for k in range(5)] == [0, 4, 8, 12, 16]
-    assert [future.result() for future in futures] == [-k for k in range(20)]
-    for thread in threads:
-        thread.join()
+    with beside(*(functools.partial(use, number) for number in range(4))):
+        futures = [executor.submit(operator.neg, k) for k in range(20)]
+        assert [total(np.full(4, k)) for k in range(5)] == [0, 4, 8, 12, 16]
+        assert [future.result() for future in futures] == [-k for k in range(20)]
     assert found == {number: [number * k for k in range(20)] for number in range(4)}
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_numbers_of_tasks(num_workers: int) -> None:
+def test_numbers_of_tasks() -> None:
     """They come from the seed, the executor's number and the task's, whoever runs it."""
     expected = [np.random.default_rng(np.random.SeedSequence(7, spawn_key=(0, n))).random() for n in range(9)]
-    with synk.fork(num_workers, seed=7) as rt, synk.Executor(runtime=rt) as executor:
-        drawn = [executor.submit(lambda: synk.comm.rng.random()) for _ in range(9)]
-        assert [future.result() for future in drawn] == expected
+    for num_workers in (0, 1, 3):
+        with synk.fork(num_workers, seed=7) as rt, synk.Executor(runtime=rt) as executor:
+            drawn = [executor.submit(lambda: synk.comm.rng.random()) for _ in range(9)]
+            assert [future.result() for future in drawn] == expected
 
 
 def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
@@ -303,15 +290,20 @@ def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
     assert rt.counters["bytes_pickled"] - before < table.nbytes
 
 
-def test_a_task_that_has_ended_keeps_no_large_array(shared_runtimes: Any) -> None:
-    with synk.Executor(runtime=shared_runtimes[2]) as executor:
-        table = np.ones(300_000)
-        assert executor.submit(np.sum, table).result() == table.size
-        reference = weakref.ref(table)
-        del table
-        gc.collect()
-        # the thread that ran it may be on its way out of set_result, as in the standard library's executors
-        assert harness.wait_for(lambda: reference() is None)
+def test_what_is_dropped_is_let_go_of(shared_runtimes: Any) -> None:
+    """A large array with the task that had it, and the executor, which ends what it has."""
+    executor, table = synk.Executor(runtime=shared_runtimes[2]), np.ones(300_000)
+    assert executor.submit(np.sum, table).result() == table.size
+    gone = weakref.ref(table)
+    del table
+    gc.collect()
+    # the thread that ran it may be on its way out of set_result, as in the standard library's executors
+    assert harness.wait_for(lambda: gone() is None)
+    future, dropped = executor.submit(operator.neg, 3), weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert dropped() is None
+    assert future.result(60) == -3
 
 
 def test_a_program_that_ends_waits_for_its_tasks() -> None:
@@ -360,47 +352,6 @@ def test_a_thread_that_starts_badly_breaks_nothing(
             with pytest.raises(error):
                 executor.submit(pow, 2, 3)
         assert executor.submit(pow, 2, 4).result(60) == 16
-
-
-# -- libraries that take an executor, or its map -----------------------------------------------------------------------
-
-
-def test_asyncio(executor: synk.Executor) -> None:
-    async def main() -> list[int]:
-        loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5)))
-
-    assert asyncio.run(main()) == [0, 1, 4, 9, 16]
-
-
-def test_dask_computes_its_tasks_on_the_workers(executor: synk.Executor) -> None:
-    dask = pytest.importorskip("dask", reason="needs dask: pip install dask")
-    with dask.config.set(scheduler=executor):
-        found = dask.compute(*(dask.delayed(lambda k: (k * k, os.getpid()))(k) for k in range(8)))
-    assert [square for square, _ in found] == [k * k for k in range(8)]
-    assert os.getpid() not in {pid for _, pid in found}
-
-
-def test_scipy_and_emcee_give_what_they_give_in_one_process(shared_runtimes: Any) -> None:
-    emcee = pytest.importorskip("emcee")
-    optimize = pytest.importorskip("scipy.optimize")
-    rt = shared_runtimes[2]
-
-    def optimum(**options: Any) -> np.ndarray:
-        options |= {"updating": "deferred", "rng": 1, "maxiter": 5, "polish": False}
-        return optimize.differential_evolution(optimize.rosen, [(-2.0, 2.0)] * 2, **options).x
-
-    def chain(pool: Any) -> np.ndarray:
-        sampler = emcee.EnsembleSampler(8, 2, lambda position: -float(position @ position), pool=pool)
-        sampler.random_state = np.random.RandomState(0).get_state()
-        sampler.run_mcmc(np.random.default_rng(0).standard_normal((8, 2)), 5)
-        return np.asarray(sampler.get_chain())
-
-    with synk.Executor(runtime=rt) as executor:
-        for workers in (executor.map, functools.partial(executor.map, chunksize=8), rt.map):
-            np.testing.assert_array_equal(optimum(workers=workers), optimum())
-        for pool in (executor, rt):
-            np.testing.assert_array_equal(chain(pool), chain(None))
 
 
 def test_a_task_that_comes_while_a_function_runs_in_the_programs_own_rank() -> None:

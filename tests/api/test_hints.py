@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
-import torch
 
 import synk
 import synk.extensions
 from synk import profiler
-from synk._api.current import NotebookCell
 from synk._engine.profile import Profile
 from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
 from synk.communicators._comm import Comm
-
-Fork = Callable[..., Any]
-
-
-def test_breakpoint_names_inline(reused: Fork) -> None:
-    def stops(x: Any) -> float:
-        breakpoint()
-        return float(x.sum())
-
-    with pytest.raises(RuntimeError, match=r"cannot stop at breakpoint\(\).*fork\(0\)"):
-        reused(1).function(stops)(np.ones(2))
-
-
-def test_arrays_where_tensors_are_meant_name_the_framework(reused: Fork) -> None:
-    rt, x = reused(1), np.ones((4, 3), np.float32)
-    for function in (lambda x: torch.relu(x).sum(), lambda x: x.relu().sum()):
-        with pytest.raises((TypeError, AttributeError)) as caught:
-            rt.function(function)(x)
-        told = str(caught.value.__cause__) + "".join(getattr(caught.value, "__notes__", ()))
-        assert 'framework="torch"' in told
-        assert rt.function(function, framework="torch", outputs="sum")(x) == 12
-
-
-def test_a_cell_of_a_notebook_is_known_again() -> None:
-    first = NotebookCell("a", 1)
-    assert NotebookCell("a", 2).is_run_again(first)
-    assert not first.is_run_again(first) and not NotebookCell("b", 2).is_run_again(first)
-    assert not first.is_run_again(None)
 
 
 def test_a_time_limit_is_refused_where_the_program_is_the_rank(shared_runtimes: Any) -> None:
@@ -126,7 +95,7 @@ WORDS = {
 }
 
 
-def test_words_of_other_libraries_are_told_what_to_write(reused: Fork) -> None:
+def test_words_of_other_libraries_are_told_what_to_write(reused: Any) -> None:
     rt = reused(2)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     names = {"synk": synk, "rt": rt, "f": f, "x": np.ones(4), "items": ["a"], "pending": f.submit(np.ones(4))}
@@ -146,7 +115,7 @@ def test_words_of_other_libraries_are_told_what_to_write(reused: Fork) -> None:
     assert names["pending"].result() == 4
 
 
-def test_other_names_are_missing_as_usual(reused: Fork) -> None:
+def test_other_names_are_missing_as_usual(reused: Any) -> None:
     rt = reused(2)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     pending = f.submit(np.ones(4))

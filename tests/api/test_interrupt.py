@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.gates import Gate
 from support.harness import same_workers, wait_for, waits_in_synk
 
 import synk
@@ -24,23 +23,13 @@ X = np.arange(6.0)
 
 
 @pytest.fixture
-def busy(tmp_path: Path) -> Callable[..., Any]:
-    """``busy(rt)``: a function that stays until it is interrupted; ``busy.is_running()`` while all ranks are in it."""
-    made = itertools.count()
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
 
-    def make(rt: synk.Runtime) -> Any:
-        entered = tmp_path / str(next(made))
-        entered.mkdir()
 
-        def stay(x: Any) -> Any:
-            (entered / str(os.getpid())).touch()
-            time.sleep(60)
-            return x.sum()
-
-        make.is_running = lambda: len(list(entered.iterdir())) == rt.world_size  # type: ignore[attr-defined]
-        return rt.function(stay, outputs="sum")
-
-    return make
+def staying(rt: synk.Runtime, gate: Gate) -> Any:
+    """Return a function that stays until it is interrupted. ``gate.has(0, 1)`` while both ranks are in it."""
+    return rt.function(lambda x: gate.wait(synk.comm.rank), outputs=None)
 
 
 @pytest.fixture
@@ -61,39 +50,29 @@ def later() -> Iterator[Callable[..., None]]:
         thread.join()
 
 
-def test_a_call_that_is_interrupted_from_another_thread(reused: Any, busy: Any, later: Any) -> None:
+def test_a_call_that_is_interrupted_from_another_thread(reused: Any, gate: Gate, later: Any) -> None:
     """It has assigned nothing."""
     rt = reused(2)
-    w, stay = rt.shared(np.zeros(3)), busy(rt).__wrapped__
+    w = rt.shared(np.zeros(3))
 
     def assign(x: Any) -> Any:
         w.value = w.value + 1
-        return stay(x)
+        gate.wait(synk.comm.rank)
+        return 0.0
 
     with same_workers(rt):
-        later(busy.is_running, rt.interrupt)
+        later(lambda: gate.has(0, 1), rt.interrupt)
         with pytest.raises(CallCancelled, match=r"the call was ended by Runtime.interrupt\(\)"):
             rt.function(assign, outputs="sum")(X)
     assert all((w[rank] == 0).all() for rank in range(2))
 
 
-def test_where_nothing_is_in_flight_nothing_happens(reused: Any) -> None:
+def test_an_interrupt_that_comes_between_calls_or_as_one_ends_is_not_meant_for_the_next(reused: Any) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     with same_workers(rt):
-        for number in range(5):
-            rt.interrupt()
-            assert total(X + number) == (X + number).sum()
         kept = total.submit(X)
         assert wait_for(kept.done)
-        rt.interrupt()
-        assert kept.result() == X.sum()
-
-
-def test_an_interrupt_that_comes_as_its_call_ends_is_not_meant_for_the_next(reused: Any) -> None:
-    rt = reused(2)
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-    with same_workers(rt):
         for number in range(100):
             thread = threading.Thread(target=rt.interrupt)
             thread.start()
@@ -101,23 +80,24 @@ def test_an_interrupt_that_comes_as_its_call_ends_is_not_meant_for_the_next(reus
                 total(X)
             thread.join()
             assert total(X + number) == (X + number).sum()
+        assert kept.result() == X.sum()
 
 
 @pytest.mark.parametrize("waits_for", ["nothing", "the last", "the last, with a limit", "a call behind them"])
-def test_submitted_calls_are_interrupted(reused: Any, busy: Any, later: Any, waits_for: str) -> None:
+def test_submitted_calls_are_interrupted(reused: Any, gate: Gate, later: Any, waits_for: str) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
-    stay = busy(rt)
+    stay = staying(rt, gate)
     with same_workers(rt):
         gc.collect()
         total(X)  # a call can be sent behind one in flight if the workers have its function, and none is to be dropped
         calls = [stay.submit(X), total.submit(X)]
         if waits_for == "nothing":
-            assert wait_for(busy.is_running)
+            assert wait_for(lambda: gate.has(0, 1))
             rt.interrupt()
             assert all(call.done() for call in calls)
         else:
-            later(lambda: busy.is_running() and waits_in_synk("submit"), rt.interrupt)
+            later(lambda: gate.has(0, 1) and waits_in_synk("submit"), rt.interrupt)
         if waits_for == "a call behind them":
             with pytest.raises(CallCancelled):
                 total(X)
@@ -126,15 +106,14 @@ def test_submitted_calls_are_interrupted(reused: Any, busy: Any, later: Any, wai
                 call.result(timeout=60.0 if "limit" in waits_for else None)
 
 
-def test_a_signal_handler_may_interrupt_the_call_that_it_came_into(reused: Any, busy: Any, later: Any) -> None:
+def test_a_signal_handler_may_interrupt_the_call_that_it_came_into(reused: Any, gate: Gate, later: Any) -> None:
     rt = reused(2)
-    stay = busy(rt)
     before = signal.signal(signal.SIGUSR1, lambda *_: rt.interrupt())
     try:
         with same_workers(rt):
-            later(busy.is_running, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            later(lambda: gate.has(0, 1), lambda: os.kill(os.getpid(), signal.SIGUSR1))
             with pytest.raises(CallCancelled):
-                stay(X)
+                staying(rt, gate)(X)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

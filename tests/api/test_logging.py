@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import harness
-
-Fork = Callable[..., Any]
 
 ROWS = np.arange(2.0)
 
@@ -22,7 +19,7 @@ def of(caplog: pytest.LogCaptureFixture, name: str) -> list[tuple[int, int, str]
     return sorted((each.rank, each.levelno, each.getMessage()) for each in caplog.records if each.name == name)
 
 
-def test_records_come_with_rank_and_level(reused: Fork, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_come_with_rank_and_level(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
     def logs(x: Any) -> float:
         logging.getLogger("mine.part").warning("%d rows, 100 %%", len(x), extra={"step": 7})
         try:
@@ -47,7 +44,7 @@ def test_records_come_with_rank_and_level(reused: Fork, caplog: pytest.LogCaptur
 
 
 def test_levels_are_those_of_the_master(
-    reused: Fork, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    reused: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def logs(x: Any) -> float:
         for name in ("levels", "levels.loud", "levels.quiet"):
@@ -64,7 +61,7 @@ def test_levels_are_those_of_the_master(
     assert of(caplog, "levels.quiet") == []
 
 
-def test_a_handler_of_the_master_opens_its_file_once(reused: Fork, tmp_path: Path) -> None:
+def test_a_handler_of_the_master_opens_its_file_once(reused: Any, tmp_path: Path) -> None:
     path = tmp_path / "log"
     handler = logging.FileHandler(path, mode="w")
     logger = logging.getLogger("filed")
@@ -88,7 +85,7 @@ def test_a_handler_of_the_master_opens_its_file_once(reused: Fork, tmp_path: Pat
         assert own == [f"[rank {rank}] line {k} of 1 rows" for k in range(20)]
 
 
-def test_long_texts_and_many_threads(reused: Fork, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_texts_and_many_threads(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
     def logs(x: Any) -> float:
         def talk(number: int) -> None:
             for k in range(20):
@@ -107,7 +104,7 @@ def test_long_texts_and_many_threads(reused: Fork, caplog: pytest.LogCaptureFixt
 
 
 def test_what_a_rank_logged_is_logged_before_its_call_returns_or_fails(
-    reused: Fork, caplog: pytest.LogCaptureFixture
+    reused: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def logs(x: Any, k: Any) -> float:
         logging.getLogger("repeated").warning("call %02d", k[0])
@@ -127,7 +124,7 @@ def test_what_a_rank_logged_is_logged_before_its_call_returns_or_fails(
     assert texts() == [f"[rank 0] call {k:02}" for k in range(31)]
 
 
-def test_a_handler_that_raises_ends_no_call(reused: Fork, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_raises_ends_no_call(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(logging.Handler):
         def handle(self, record: logging.LogRecord) -> bool:
             raise OSError("no disk")

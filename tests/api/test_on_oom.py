@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-Fork = Callable[..., Any]
 ROOM_NBYTES = 100_000_000
 
 
@@ -27,7 +25,7 @@ def outer_sums(x: np.ndarray, w: np.ndarray) -> tuple[Any, Any, Any]:
     return table.mean(), table.sum(), table[:, 0]
 
 
-def test_a_call_that_does_not_fit_is_run_in_slices(runtime: Fork, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_does_not_fit_is_run_in_slices(runtime: Any, caplog: pytest.LogCaptureFixture) -> None:
     rt = runtime(2)
     rt.function(limit_memory, outputs=None, per_rank=True)()
     x, w = np.linspace(-1, 2, 30_001), np.linspace(0, 1, 1000)
@@ -56,7 +54,7 @@ def fits(x: Any) -> np.ndarray:
     return np.full(len(x), len(x))
 
 
-def test_the_slices_are_doubled_until_they_fit(reused: Fork, subtests: pytest.Subtests) -> None:
+def test_the_slices_are_doubled_until_they_fit(reused: Any, subtests: pytest.Subtests) -> None:
     rt, x = reused(2), np.arange(16.0)
     nested = {"dict": {"x": x, "scale": 3}, "tuple": (x, [x[0]] * 16), "list": x.tolist(), "array": x}
     for kind, arg in nested.items():
@@ -70,7 +68,7 @@ def test_the_slices_are_doubled_until_they_fit(reused: Fork, subtests: pytest.Su
     assert f(x[:6]).tolist() == [3] * 6, "a small call was cut"
 
 
-def test_only_the_rows_that_batch_picks_count(reused: Fork) -> None:
+def test_only_the_rows_that_batch_picks_count(reused: Any) -> None:
     """Both for where to stop and for what is remembered."""
     rt, x = reused(2), np.arange(1000.0)
 
@@ -88,7 +86,7 @@ def test_only_the_rows_that_batch_picks_count(reused: Fork) -> None:
         f(x, batch=1001)
 
 
-def test_other_errors_are_no_reason(reused: Fork) -> None:
+def test_other_errors_are_no_reason(reused: Any) -> None:
     rt = reused(1)
     runs = rt.shared(0)
 

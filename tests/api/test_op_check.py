@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -385,10 +386,12 @@ class Scale:
 
 def test_state_and_streams_are_those_without_the_check(reused: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Of the ranks: the classes of the program are not touched."""
-    rt, method, state = reused(2), Scale.of, {"calls": 0}
+    rt, method = reused(2), Scale.of
+    state: dict[str, Any] = {"calls": 0}
 
     def drawing(x: np.ndarray) -> Any:
         state["calls"] += 1
+        state["lock"] = threading.Lock()  # which no pickle can copy
         print("here", flush=True)
         drawn = rng.random(), np.random.random(), synk.comm.rng.random(), random.random()
         return np.array([state["calls"], *drawn, Scale().of(x)])

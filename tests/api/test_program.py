@@ -232,6 +232,9 @@ def test_a_killed_worker_of_a_copy_leaves_the_parent_alone(walk: Walk, reused: A
 def test_what_is_refused(
     walk: Walk, shared_runtimes: Any, tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch = pytest.importorskip("torch")
+    rep = synk.torch.replicate(torch.nn.Linear(2, 1), runtime=shared_runtimes[2])
+    trained = rep.function(lambda model, x: model(x).sum(), outputs="sum")
     program, rt, paths = walk.program, shared_runtimes[1], [tmp_path / "other.npz", tmp_path / "other.pkl"]
     np.savez(paths[0], a=np.zeros(3))
     paths[1].write_bytes(pickle.dumps([]))
@@ -242,6 +245,7 @@ def test_what_is_refused(
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "got a function named 'save', which is a method", lambda: synk.Program(save=walk.step)),
         (TypeError, "got function as f, expected a synk function", lambda: synk.Program(f=lambda x: x)),
+        (TypeError, r"step is stored by its rep\.save\(path\)", lambda: synk.Program(step=trained)),
         (TypeError, "got ndarray as 'w' of its state", lambda: synk.Program(state={"w": X})),
         (SerializationError, r"refers to <synk\.S.* not in its state", lambda: synk.Program(walk.predict)),
         (AttributeError, "'Program' object has no attribute 'nothing'", lambda: program.on(rt).nothing),
@@ -256,10 +260,3 @@ def test_what_is_refused(
     for error, text, act in refused:
         with subtests.test(text), pytest.raises(error, match=text):
             act()
-
-
-def test_a_training_step_is_refused(shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-    rep = synk.torch.replicate(torch.nn.Linear(2, 1), runtime=shared_runtimes[2])
-    with pytest.raises(TypeError, match=r"a training step is stored by its rep\.save\(path\)"):
-        synk.Program(step=rep.function(lambda model, x: model(x).sum(), outputs="sum"))

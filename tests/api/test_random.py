@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,6 @@ import pytest
 from support import harness
 
 import synk
-
-Fork = Callable[..., Any]
 
 
 def draws(x: Any) -> Any:
@@ -23,7 +20,7 @@ def streams(seed: int, count: int) -> list[np.random.Generator]:
 
 
 @pytest.mark.parametrize("kind", [{}, {"cluster": "here", "nodes": 2}])
-def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Fork, kind: dict[str, Any]) -> None:
+def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Any, kind: dict[str, Any]) -> None:
     """Whoever takes part, on nodes too, and after a trial, which puts the generators back."""
     rt = runtime((1, 2) if kind else 3, seed=11, backend="numpy", **kind)
     function = rt.function(draws, outputs="gather")
@@ -40,7 +37,7 @@ def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Fork, kind: dict[s
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_a_worker_that_takes_the_place_of_another_draws_numbers_of_its_own(runtime: Fork) -> None:
+def test_a_worker_that_takes_the_place_of_another_draws_numbers_of_its_own(runtime: Any) -> None:
     """And so does another runtime without a seed, and an inline rank is rank 0."""
     rt = runtime(2, seed=3)
     function = rt.function(draws, outputs="gather")

@@ -16,7 +16,6 @@ from support.names import named
 import synk
 from synk.errors import CallTimeout, WorkerDied
 
-Reused = Callable[..., synk.Runtime]
 KINDS = [1, 2, 3, 0]
 X = np.arange(14.0).reshape(7, 2)
 
@@ -128,7 +127,7 @@ def test_a_change_in_place_is_refused_in_each_run(shared_runtimes: Any) -> None:
             f.repeat(n, X)
 
 
-def test_it_is_one_message(reused: Reused) -> None:
+def test_it_is_one_message(reused: Any) -> None:
     rt = reused(2)
     w = rt.shared(0)
     f = rt.function(lambda x: (x.sum(), w.value + 1), updates=[w], outputs="sum")
@@ -216,7 +215,7 @@ def test_an_error_undoes_the_variables_and_leaves_the_ranks_alike(
 
 
 @pytest.mark.parametrize("where", [2, "1+1"])
-def test_a_death_in_a_later_run(where: Any, reused: Reused) -> None:
+def test_a_death_in_a_later_run(where: Any, reused: Any) -> None:
     rt = reused(where)
 
     def fails(rank: int, runs: int) -> None:
@@ -232,7 +231,7 @@ def test_a_death_in_a_later_run(where: Any, reused: Reused) -> None:
     assert log.get(0)[:3] == [0]
 
 
-def test_a_time_limit_ends_it(reused: Reused) -> None:
+def test_a_time_limit_ends_it(reused: Any) -> None:
     rt = reused(2)
     w = rt.shared(0)
     f = rt.function(lambda x: (x.sum(), w.value + 1), updates=[w], outputs="sum")

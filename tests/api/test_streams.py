@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import threading
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.beside import beside
+from support.gates import Gate
 from support.harness import assert_right, replaced_workers, wait_for
 from support.names import named
 
@@ -92,34 +93,18 @@ def test_what_a_batch_or_the_iterable_raises_comes_after_the_results_before(shar
     assert_right(rt)
 
 
-def test_streams_maps_and_calls_between_one_another(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    total = totals(rt)
-    for k, (a, b) in enumerate(zip(total.stream(BATCHES), rt.map(lambda n: n + 1, range(9)))):
-        assert a == BATCHES[k].sum() and b == k + 1 and total(np.ones(3)) == 3.0
-
-
 # -- calls that are awaited -------------------------------------------------------------------------------------------
 
 
 def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path: Path) -> None:
-    rt = shared_runtimes[2]
-    gate = tmp_path / "open"
-
-    def wait(x: Any) -> Any:
-        import time
-
-        while not gate.exists():
-            time.sleep(0.005)
-        return x.sum()
-
-    slow, total = rt.function(wait, outputs="sum"), totals(rt)
-    gate.touch()
+    rt, gate = shared_runtimes[2], Gate(tmp_path)
+    slow, total = rt.function(lambda x: (gate.wait(synk.comm.rank), x.sum())[1], outputs="sum"), totals(rt)
+    gate.open()
     slow(np.ones(2)), total(np.ones(2))  # to send a function waits for the calls before
-    gate.unlink()
+    gate.close()
 
     async def opener() -> str:
-        gate.touch()
+        gate.open()
         return "opened"
 
     async def main() -> list[Any]:
@@ -131,17 +116,12 @@ def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path:
 
 
 def test_awaiting_gives_what_the_call_raises(reused: Any, tmp_path: Path) -> None:
-    rt = reused(2)
-
-    def stay(x: Any) -> None:
-        import time
-
-        (tmp_path / f"{int(x[0])}").touch()
-        time.sleep(60)
+    rt, gate = reused(2), Gate(tmp_path)
+    stay = rt.function(lambda x: gate.wait((float(x[0]), synk.comm.rank)), outputs=None)
 
     async def begun(first: float) -> Any:
-        call = rt.function(stay, outputs=None).submit(np.array([first, first]))
-        while not (tmp_path / f"{int(first)}").exists():
+        call = stay.submit(np.full(2, first))
+        while not gate.has((first, 0), (first, 1)):
             await asyncio.sleep(0.005)
         return call
 
@@ -165,22 +145,12 @@ def test_awaiting_gives_what_the_call_raises(reused: Any, tmp_path: Path) -> Non
 
 def test_an_await_beside_a_thread_that_holds_the_runtime(shared_runtimes: Any) -> None:
     total = totals(shared_runtimes[2])
-    is_over = threading.Event()
-
-    def work() -> None:
-        while not is_over.is_set():
-            total(np.ones(3))
 
     async def main() -> list[Any]:
         return [await total.submit(np.full(3, float(n))) for n in range(5)]
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with beside(lambda: total(np.ones(3))):
         assert asyncio.run(main()) == [3.0 * n for n in range(5)]
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def test_done_callbacks(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) -> None:

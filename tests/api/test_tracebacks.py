@@ -1,23 +1,24 @@
-"""What is printed of an error is short, and shows the user's own lines."""
+"""What is printed of an error is short, and shows the user's own lines: of each frame of a worker its file, its line,
+its name and its source, wherever the function was written.
+"""
 
 from __future__ import annotations
 
-import linecache
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import frames
 from support.harness import outcomes, script
 
 import synk
 from synk._pure.tracebacks import frames_of, outline
 from synk.errors import CallTimeout
-
-Fork = Callable[..., Any]
 
 
 def printed(call: Callable[[], Any]) -> list[str]:
@@ -91,7 +92,7 @@ WRONG: dict[str, Callable[[synk.Runtime], Any]] = {
 }
 
 
-def test_no_verb_shows_a_line_of_synk(reused: Fork, subtests: pytest.Subtests) -> None:
+def test_no_verb_shows_a_line_of_synk(reused: Any, subtests: pytest.Subtests) -> None:
     rt = reused(2)
     for verb, call in WRONG.items():
         with subtests.test(verb):
@@ -153,7 +154,7 @@ def test_ctrl_c_shows_the_lines_of_the_program() -> None:
         assert not any("/lib/python" in line for line in lines), (statement, text)
 
 
-def test_an_iterable_of_the_programs_keeps_its_lines(reused: Fork) -> None:
+def test_an_iterable_of_the_programs_keeps_its_lines(reused: Any) -> None:
     """Whatever it raises: what a call in it raised, and what it raises itself."""
     function = reused(2).function(fails)
 
@@ -188,7 +189,7 @@ def test_an_error_of_many_indented_lines_arrives(shared_runtimes: Any) -> None:
         shared_runtimes[2].function(fail, outputs=None)(np.ones(2))
 
 
-def test_all_lines_are_shown_on_demand(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_lines_are_shown_on_demand(reused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNK_FULL_TRACEBACK", "1")
     function = reused(2).function(fails)
     lines = printed(lambda: function(np.ones(4)))
@@ -207,11 +208,68 @@ def test_a_bug_of_our_own_keeps_its_lines() -> None:
         assert names[1:] == ["raises"] * (error not in told), error
 
 
-def test_lines_of_a_cell_are_found_in_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = "/tmp/ipykernel_1/2.py"
-    monkeypatch.setitem(linecache.cache, cell, (9, None, ["def f(x):\n", "    return g(x)\n"], cell))
-    user = '  File "/known.py", line 7, in g\n    return h[x]\n'
-    text = (
-        f'Traceback (most recent call last):\n  File "{cell}", line 2, in f\n{user}           ~^^^\nIndexError: here\n'
-    )
-    assert frames_of(text).startswith(f'  File "{cell}", line 2, in f\n    return g(x)\n{user.rstrip()}')
+# ----- where the function was written
+
+BEGIN = "import synk\n\nruntime = synk.fork(2, backend='numpy')\n\n"
+REPORT = "from support.frames import differences\n\nprint(*differences(FORMS), sep='\\n', end='done\\n')\n\n"
+PROGRAM = BEGIN + frames.SOURCE + REPORT
+
+
+def test_frames_of_functions_of_a_script() -> None:
+    script(PROGRAM).check("done\n")
+
+
+def test_frames_of_functions_of_a_prompt() -> None:
+    script(
+        f"""
+        import subprocess
+
+        prompt = subprocess.run([sys.executable, "-q", "-i"], input={PROGRAM!r}, capture_output=True, text=True)
+        assert prompt.returncode == 0 and "Error" not in prompt.stderr, prompt.stderr
+        print(prompt.stdout, end="")
+        """,
+        flags=(),
+    ).check("done\n")
+
+
+def test_frames_of_functions_of_a_notebook() -> None:
+    script(
+        f"""
+        from IPython.core.interactiveshell import InteractiveShell
+        from ipykernel.compiler import XCachingCompiler
+
+        InteractiveShell.compiler_class = XCachingCompiler
+        shell = InteractiveShell.instance()
+        shell.history_manager.enabled = False
+        for cell in {[BEGIN, frames.SOURCE, REPORT]!r}:
+            shell.run_cell(cell, store_history=True).raise_error()
+        """,
+        flags=(),
+    ).check("done\n", stderr=None)
+
+
+def test_frames_of_functions_of_modules_and_of_text(tmp_path: Path) -> None:
+    """A module is sent by name, or with its contents: if it asks for that, was reloaded, or has no file to import."""
+    for name in ("by_name", "by_value", "reloaded", "made_by_hand"):
+        (tmp_path / f"frames_{name}.py").write_text(frames.SOURCE)
+    script(
+        f"""
+        import importlib, linecache, sys, types
+        import cloudpickle
+        from support.frames import SOURCE, differences
+
+        sys.path.insert(0, {str(tmp_path)!r})
+        import frames_by_name, frames_by_value, frames_reloaded
+
+        cloudpickle.register_pickle_by_value(frames_by_value)
+        synk.fork(2, backend="numpy")
+        importlib.reload(frames_reloaded)
+        made = types.ModuleType("made")
+        exec(compile(SOURCE, {str(tmp_path / "frames_made_by_hand.py")!r}, "exec"), vars(made))
+        typed = {{"__name__": "__main__"}}
+        linecache.cache["<typed>"] = len(SOURCE), None, SOURCE.splitlines(True), "<typed>"
+        exec(compile(SOURCE, "<typed>", "exec"), typed)
+        for each in (*map(vars, (frames_by_name, frames_by_value, frames_reloaded, made)), typed):
+            print(*differences(each["FORMS"]), sep="\\n", end=each["__name__"] + "\\n")
+        """
+    ).check("frames_by_name\nframes_by_value\nframes_reloaded\nmade\n__main__\n")

@@ -22,40 +22,30 @@ SUPPORT = Path(__file__).resolve().parent.parent / "support"
 ON_GPUS = [line.name for line in LINES if line.min_gpus] + ["GPUs"]
 
 
-class Check:
-    """Runs the command in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.printed = ""
-        self.status = -1
-
-    def __call__(self, *options: str, folders: tuple[str, ...] = (), **environ: str) -> str:
-        """Run the command. Return what it says of mistakes."""
-        path = os.pathsep.join([*(str(SUPPORT / folder) for folder in folders), str(PACKAGE_FOLDER)])
-        environ = {**os.environ, "PYTHONPATH": path, **environ}
-        environ.pop("CUDA_VISIBLE_DEVICES", None)
-        command = [sys.executable, "-m", "synk.check", *options]
-        ended = subprocess.run(command, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=300)
-        self.printed, self.status = ended.stdout, ended.returncode
-        return ended.stderr
-
-    def lines(self, *names: str, folders: tuple[str, ...] = (), limit: str = "60", **environ: str) -> dict[str, Any]:
-        """Run the lines of these names. Return their records by name."""
-        assert not self(*(f"--only={name}" for name in names), f"--limit={limit}", folders=folders, **environ)
-        report = json.loads((self.folder / "synk-check.json").read_text())
-        assert {"synk", "made", "lines"} == set(report)
-        return {record["name"]: record for record in report["lines"]}
-
-    def on_gpus(self, *names: str, **environ: str) -> dict[str, Any]:
-        """Run lines where there are two GPUs, with stand-ins for their libraries."""
-        given = {"SYNK_FAKE_GPUS": "2", "SYNK_FAKE_NCCL": "1", "SYNK_FAKE_PROOF_S": "1", **environ}
-        return self.lines(*names, folders=("fake_driver", "fakes"), **given)
+Ended = subprocess.CompletedProcess[str]
 
 
-@pytest.fixture
-def check(tmp_path: Path) -> Check:
-    return Check(tmp_path)
+def run(folder: Path, *options: str, folders: tuple[str, ...] = (), **environ: str) -> Ended:
+    """Run the command in a folder, with folders of ``support`` before all others."""
+    path = os.pathsep.join([*(str(SUPPORT / name) for name in folders), str(PACKAGE_FOLDER)])
+    environ = {**os.environ, "PYTHONPATH": path, **environ}
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, "-m", "synk.check", *options]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+
+def lines(folder: Path, *names: str, limit: str = "60", **options: Any) -> tuple[Ended, dict[str, Any]]:
+    """Run the lines of these names. Return what ended, and their records by name."""
+    ended = run(folder, *(f"--only={name}" for name in names), f"--limit={limit}", **options)
+    report = json.loads((folder / "synk-check.json").read_text())
+    assert not ended.stderr and {"synk", "made", "lines"} == set(report)
+    return ended, {record["name"]: record for record in report["lines"]}
+
+
+def on_gpus(folder: Path, *names: str, **options: Any) -> tuple[Ended, dict[str, Any]]:
+    """Run lines where there are two GPUs, with stand-ins for their libraries."""
+    given = {"SYNK_FAKE_GPUS": "2", "SYNK_FAKE_NCCL": "1", "SYNK_FAKE_PROOF_S": "1", **options}
+    return lines(folder, *names, folders=("fake_driver", "fakes"), **given)
 
 
 def outcomes(records: dict[str, Any]) -> dict[str, str]:
@@ -66,41 +56,42 @@ def outcomes(records: dict[str, Any]) -> dict[str, str]:
 # ----- this machine
 
 
-def test_all_that_is_here_works(check: Check) -> None:
+def test_all_that_is_here_works(tmp_path: Path) -> None:
     """Without GPUs: all lines but the one that imports torch, for which the machines below have one."""
     names = [line.name for line in LINES if not line.min_gpus and line.name != "training"]
-    records = check.lines(*names)
+    ended, records = lines(tmp_path, *names)
     assert list(records) == names
     assert not {name: record for name, record in records.items() if record["outcome"] == "broken"}
-    assert check.status == 0
-    assert len(check.printed.splitlines()) == len(records) + 2
+    assert ended.returncode == 0
+    assert len(ended.stdout.splitlines()) == len(records) + 2
     for name, record in records.items():
-        assert f" {name}: {record['text']}. {record['next_step']}" in check.printed
+        assert f" {name}: {record['text']}. {record['next_step']}" in ended.stdout
         assert set(record) >= {"question", "figures", "facts", "seconds"}
         assert record["seconds"] <= TOTAL_S
 
 
-def test_a_single_line_and_another_file(check: Check) -> None:
-    assert "there is no line 'nothing', but versions, machine" in check("--output=here.json", "--only=nothing")
-    assert (check.status, (check.folder / "here.json").exists()) == (2, False)
-    assert not check("--output=here.json", "--only=machine")
-    assert (check.status, (check.folder / "here.json").exists()) == (0, True)
+def test_a_single_line_and_another_file(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--output=here.json", "--only=nothing")
+    assert "there is no line 'nothing', but versions, machine" in ended.stderr
+    assert (ended.returncode, (tmp_path / "here.json").exists()) == (2, False)
+    ended = run(tmp_path, "--output=here.json", "--only=machine")
+    assert (ended.returncode, ended.stderr, (tmp_path / "here.json").exists()) == (0, "", True)
 
 
 # ----- machines with GPUs
 
 
-def test_gpus_that_work(check: Check) -> None:
-    records = check.on_gpus(*ON_GPUS)
+def test_gpus_that_work(tmp_path: Path) -> None:
+    ended, records = on_gpus(tmp_path, *ON_GPUS)
     assert sorted(records) == sorted(ON_GPUS)
     assert "broken" not in outcomes(records).values()
-    assert check.status == 0
+    assert ended.returncode == 0
     assert "2 GPUs (Fake GPU), a driver for CUDA 13.0" in records["GPUs"]["text"]
 
 
-def test_one_gpu(check: Check) -> None:
+def test_one_gpu(tmp_path: Path) -> None:
     """Two ranks share it. There is no group."""
-    records = check.on_gpus("GPUs", "NCCL", "all-reduce", SYNK_FAKE_GPUS="1")
+    _, records = on_gpus(tmp_path, "GPUs", "NCCL", "all-reduce", SYNK_FAKE_GPUS="1")
     assert list(records) == ["GPUs", "all-reduce"]
     assert "broken" not in outcomes(records).values()
     assert "by host memory" in records["all-reduce"]["text"]
@@ -114,8 +105,8 @@ def test_training_beside_ddp(kept_open: Any) -> None:
     assert step_against_ddp().text == "replicate and DDP train alike on 2 workers"
 
 
-SLOW: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "device": (
+UNFIT: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
+    ("slow", "device"): (
         {
             "SYNK_FAKE_PEERS": "none", "SYNK_FAKE_DELAY_S": "0.6", "SYNK_FAKE_GBPS": "0.1 3",
             "SYNK_FAKE_MEETING_S": "0.1",
@@ -127,10 +118,8 @@ SLOW: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "all-reduce": "1 KB takes",
         },
     ),
-    "death": ({"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
-}  # fmt: skip
-BROKEN: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "device": (
+    ("slow", "death"): ({"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
+    ("broken", "device"): (
         {"SYNK_FAKE_STREAM": "race", "SYNK_FAKE_OOM": "stick", "SYNK_FAKE_NCCL": "hang"},
         {
             "NCCL": "cannot finish a collective: got ncclTimeout",
@@ -138,38 +127,38 @@ BROKEN: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "out of memory": "the worker did not live through it",
         },
     ),
-    "sums": ({"SYNK_FAKE_NCCL": "wrong 3"}, {"all-reduce": "an all-reduce of 1024 bytes gives wrong sums"}),
-}
+    ("broken", "sums"): (
+        {"SYNK_FAKE_NCCL": "wrong 3"}, {"all-reduce": "an all-reduce of 1024 bytes gives wrong sums"},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("outcome", "case"), [*(("slow", case) for case in SLOW), *(("broken", case) for case in BROKEN)]
-)
-def test_gpus_that_are_slow_or_broken(check: Check, outcome: str, case: str) -> None:
+@pytest.mark.parametrize(("outcome", "case"), UNFIT)
+def test_gpus_that_are_slow_or_broken(tmp_path: Path, outcome: str, case: str) -> None:
     """The line says so, with the figure that was expected or the next step. What is slow works: the status is 0."""
-    environ, expected = (SLOW if outcome == "slow" else BROKEN)[case]
-    records = check.on_gpus(*expected, **environ)
+    environ, expected = UNFIT[outcome, case]
+    ended, records = on_gpus(tmp_path, *expected, **environ)
     assert outcomes(records) == dict.fromkeys(expected, outcome)
     for name, text in expected.items():
         assert text in records[name]["text"]
         assert records[name]["next_step"] != "Nothing to do."
-    assert check.status == (outcome == "broken")
+    assert ended.returncode == (outcome == "broken")
 
 
-def test_libraries_that_are_missing_or_broken(check: Check) -> None:
+def test_libraries_that_are_missing_or_broken(tmp_path: Path) -> None:
     """A driver and GPUs without CuPy; a torch that cannot be imported."""
-    records = check.lines("GPUs", "training", folders=("fake_driver", "broken_torch"), SYNK_FAKE_GPUS="2")
+    _, records = lines(tmp_path, "GPUs", "training", folders=("fake_driver", "broken_torch"), SYNK_FAKE_GPUS="2")
     assert outcomes(records) == {"GPUs": "broken", "training": "broken"}
     assert 'CuPy is not installed. pip install "synkhronos[cuda13]"' in records["GPUs"]["text"]
     assert "ImportError: libcudart.so.13: cannot open shared object file" in records["training"]["text"]
-    text = (check.folder / "synk-check.json").read_text()
+    text = (tmp_path / "synk-check.json").read_text()
     assert records["training"]["printed"]
-    for place in (str(PACKAGE_FOLDER), sys.prefix, str(check.folder), str(Path.home()) + "/", platform.node()):
+    for place in (str(PACKAGE_FOLDER), sys.prefix, str(tmp_path), str(Path.home()) + "/", platform.node()):
         assert place not in text or len(place) < 3
 
 
-def test_a_line_that_hangs_costs_its_time_only(check: Check) -> None:
-    records = check.on_gpus("versions", "bandwidth", limit="10", SYNK_FAKE_DELAY_S="1000")
+def test_a_line_that_hangs_costs_its_time_only(tmp_path: Path) -> None:
+    _, records = on_gpus(tmp_path, "versions", "bandwidth", limit="10", SYNK_FAKE_DELAY_S="1000")
     assert outcomes(records) == {"versions": "ok", "bandwidth": "broken"}
     assert records["bandwidth"]["text"] == "no answer in 10 s: it hangs, or is much slower than expected"
 

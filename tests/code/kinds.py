@@ -190,6 +190,7 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     ),
     "random.Random": ("random.Random(1)", "held.random()"),
     "random.Random, seed": ("random.Random(0)", "held.seed(n)"),
+    "iterator of a list": ("iter([*range(9)])", "next(held)", "repr(held.__reduce__())"),
 }  # fmt: skip
 
 PROGRAMS: dict[str, str] = {

@@ -6,11 +6,15 @@ The expected values come from the same reading of the object in this process.
 from __future__ import annotations
 
 import array
+import enum
+import functools
 import pickle
+import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import pandas as pd
 import pytest
@@ -53,6 +57,82 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "array with attributes": (named, read_named),
 }
 
+SCRIPTS = {
+    "attrs, frozen": """
+        @attrs.frozen(slots=False)
+        class Config:
+            rate: float
+        made = Config(2.0)
+        """,
+    "attrs, with a validator": """
+        def positive(obj, attribute, value): assert value > 0
+        @attrs.define
+        class Config:
+            rate: float = attrs.field(converter=float, validator=positive)
+        made = Config(2.0)
+        """,
+    "slots, and none": """
+        class Slots:
+            __slots__ = ("rate",)
+        class Empty(Slots):
+            __slots__ = ()
+        made = Empty()
+        made.rate = 2
+        """,
+    "a cached property": """
+        class Model:
+            rate = functools.cached_property(lambda self: 2.0)  # whose lock cannot be pickled before Python 3.12
+        made = Model()
+        """,
+    "enum, __init__": """
+        class Planet(enum.Enum):
+            EARTH = (6.0, 2.0)
+            def __init__(self, mass, radius): self.mass, self.radius = mass, radius
+        made = Planet.EARTH
+        """,
+    "enum, __new__": """
+        class Planet(enum.Enum):
+            EARTH = 1, "blue"
+            def __new__(cls, value, colour):
+                self = object.__new__(cls)
+                self._value_, self.colour = value, colour
+                return self
+        made = Planet.EARTH
+        """,
+    "IntEnum, __new__": """
+        class Planet(enum.IntEnum):
+            EARTH = 3, "third"
+            def __new__(cls, value, doc):
+                self = int.__new__(cls, value)
+                self._value_, self.doc = value, doc
+                return self
+        made = Planet.EARTH
+        """,
+    "enum, set later": """
+        class Planet(enum.Enum):
+            EARTH = 1
+        made = Planet.EARTH
+        made.moons = ["moon"]
+        """,
+}
+"""Classes of a script, and an object of them."""
+
+
+def made_by(source: str) -> Any:
+    names: dict[str, Any] = {"__name__": "__main__", "attrs": attrs, "enum": enum, "functools": functools}
+    exec(textwrap.dedent(source), names)
+    return names["made"]
+
+
+def read_member(member: Any) -> Any:
+    own = {key: value for key, value in vars(member).items() if not key.startswith("_")}
+    return member.name, member.value, own, type(member).EARTH is member
+
+
+for _name, _source in SCRIPTS.items():
+    _read = read_member if "Planet" in _source else lambda made: (made.rate, hasattr(made, "__dict__"))
+    OBJECTS[_name] = functools.partial(made_by, _source), _read
+
 
 class Key:
     """A key of a nesting that holds an object."""
@@ -90,10 +170,11 @@ def arrivals(rt: synk.Runtime, make: Callable[[], Any], read: Callable[[Any], An
     return ways
 
 
-def test_an_object_arrives_as_it_is(subtests: Any, shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_an_object_arrives_as_it_is(subtests: Any, shared_runtimes: Any, num_workers: int) -> None:
     for name, (make, read) in OBJECTS.items():
         with subtests.test(object=name):
-            ways = arrivals(shared_runtimes[2], make, read)
+            ways = arrivals(shared_runtimes[num_workers], make, read)
             assert ways == dict.fromkeys(ways, read(make()))
 
 

@@ -10,17 +10,16 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from kinds import KINDS, PROGRAMS, TORCH, Made
+from programs import VERBS, X, another_thread
 from support import harness, signs
 
 import synk
 
-X = np.arange(6.0)
 WORKERS = (2, 1, 3, 0)
 WHEN = {"before the first call": 0, "after one call": 1, "after quiet calls": 4}
 
@@ -28,49 +27,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:(?s).*bcast_inputs")  # a large 
 
 
 class Watched:
-    """A function that reads one captured object, for the workers and for the program.
-
-    Attributes
-    ----------
-    plain, f : callable, synk.Function
-        Return the contents for each row.
-    item : callable
-        Returns them for one item of a map.
-    """
+    """A function that reads one captured object, for the workers and for the program."""
 
     def __init__(self, rt: Any, name: str) -> None:
-        self.name, self.made = name, Made(name)
-        self.rt, read, held = rt, self.made.read, self.made.held
+        self.name, self.made, self.rt = name, Made(name), rt
+        read, held = self.made.read, self.made.held
 
         def reads(x: np.ndarray) -> list[str]:
             return [read(held)] * len(x)
 
-        self.item = lambda item: read(held)
         self.plain, self.f = reads, rt.function(reads, outputs="gather")
 
-    def change(self) -> None:
-        self.made.change()
-
     def check(self, verb: str = "call") -> None:
-        want, got = self.plain(X), VERBS[verb](self)
+        want, got = self.plain(X), VERBS[verb](self.rt, self.f, self.plain)
         rows = [row for row in range(len(want)) if got[row] != want[row]]
         assert not rows, f"by {verb}, rows {rows}\n  got  {got[rows[0]]}\n  want {want[rows[0]]}"
-
-
-def by_verify(watched: Watched) -> list[str]:
-    report = watched.f.verify(X)
-    assert report, report
-    return watched.f(X)
-
-
-VERBS: dict[str, Callable[[Watched], list[str]]] = {
-    "call": lambda watched: watched.f(X),
-    "submit": lambda watched: watched.f.submit(X).result(),
-    "serial": lambda watched: watched.f.serial(X),
-    "verify": by_verify,
-    "stream": lambda watched: [row for rows in watched.f.stream([X[:3], X[3:]]) for row in rows],
-    "map": lambda watched: [*watched.rt.map(watched.item, range(6))],
-}
 
 
 def change_twice(rt: Any, name: str, verb: str, when: str) -> None:
@@ -78,7 +49,7 @@ def change_twice(rt: Any, name: str, verb: str, when: str) -> None:
     for _ in range(WHEN[when]):
         watched.check()
     for _ in range(2):
-        watched.change()
+        watched.made.change()
         watched.check(verb)
     watched.check()
     watched.check()
@@ -87,36 +58,25 @@ def change_twice(rt: Any, name: str, verb: str, when: str) -> None:
     assert rt.counters["bytes_down"] - before in (0, 8 * rt.world_size), "what has not changed is not sent"
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_change_is_seen_by_the_next_call(subtests: Any, shared_runtimes: Any, part: int) -> None:
+PARTS = [KINDS[::4], KINDS[1::4], KINDS[2::4], KINDS[3::4], pytest.param([*TORCH], marks=pytest.mark.with_torch)]
+
+
+@pytest.mark.parametrize("kinds", PARTS, ids=range(5))
+def test_a_change_is_seen_by_the_next_call(subtests: Any, shared_runtimes: Any, kinds: list[str]) -> None:
     """Each kind by one verb, at one moment, on one runtime."""
-    rng = random.Random(part)
-    for name in KINDS[part::4]:
+    rng = random.Random(kinds[0])
+    for name in kinds:
         verb, when = rng.choice([*VERBS]), rng.choice([*WHEN])
-        where = 2 if "import" in PROGRAMS.get(name, "") else rng.choice(WORKERS)  # of a library: once will do
+        where = 2 if "import" in PROGRAMS.get(name, "") or name in TORCH else rng.choice(WORKERS)  # once will do
         with subtests.test(kind=name, verb=verb, when=when, workers=where):
             change_twice(shared_runtimes[where], name, verb, when)
 
 
 def test_a_change_of_a_large_container_is_seen_beside_a_thread(subtests: Any, shared_runtimes: Any) -> None:
     """Which keeps the master from comparing it in memory."""
-    is_over = threading.Event()
-    thread = threading.Thread(target=is_over.wait)
-    thread.start()
-    for name in [name for name in KINDS if " 12 000" in name]:
-        with subtests.test(kind=name):
+    for name in random.Random(46).sample([name for name in KINDS if " 12 000" in name], 8):
+        with subtests.test(kind=name), another_thread():
             change_twice(shared_runtimes[1], name, "call", "after one call")
-    is_over.set()
-    thread.join()
-
-
-def test_a_change_in_an_object_of_torch_is_seen_by_the_next_call(subtests: Any, shared_runtimes: Any) -> None:
-    pytest.importorskip("torch")
-    rng = random.Random(45)
-    for name in TORCH:
-        verb, when = rng.choice([*VERBS]), rng.choice([*WHEN])
-        with subtests.test(kind=name, verb=verb, when=when):
-            change_twice(shared_runtimes[2], name, verb, when)
 
 
 @pytest.mark.storm
@@ -135,59 +95,17 @@ def test_a_worker_that_was_started_again_has_what_there_is_now(subtests: Any, ru
     for watched in all_watched:
         watched.f(X)
     for watched in all_watched[::2]:
-        watched.change()
+        watched.made.change()
     harness.kill_and_wait(harness.pids(rt)[1])
     with pytest.warns(RuntimeWarning, match="started again"):
         rt.function(len, outputs="sum")(X)
     harness.pids(rt)
     for watched in all_watched[1::2]:
-        watched.change()
+        watched.made.change()
     for watched in all_watched:
         with subtests.test(kind=watched.name):
             watched.check()
             watched.check()
-
-
-def test_what_is_left_of_an_iterator_is_compared(shared_runtimes: Any) -> None:
-    """Python's own can say it; those of itertools cannot be pickled in new versions, and go by their identity."""
-    left: Any = iter([1, 2, 3, 4, 5, 6])
-
-    def takes(x: np.ndarray) -> list[Any]:
-        return [next(left)] * len(x)
-
-    f = shared_runtimes[2].function(takes, outputs="gather")
-    assert [f(X)[0], f(X)[0]] == [1, 2]
-    next(left)
-    assert [f(X)[0], f(X)[0]] == [2, 3]
-    left = iter("ab")
-    assert [f(X)[0], f(X)[0]] == ["a", "b"]
-
-
-def test_the_body_of_a_replicated_step_sees_what_changes(shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-    import synk.torch
-
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
-    weights, settings = np.zeros(3), {"layers": [1]}
-
-    def body(model: Any, optimizer: Any, x: Any) -> Any:
-        loss = 0 * model(x).mean() + float(weights.sum()) + sum(settings["layers"])
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = rep.function(body)
-    look = rep.function(lambda model, optimizer, x: float(weights.sum()) + x.mean(), trains=False)
-    x = torch.ones(4, 1)
-    assert (float(step(x)), float(look(x))) == (1.0, 1.0)
-    for number in range(1, 4):
-        weights += 1
-        settings["layers"].append(number)
-        assert float(step(x)) == 3.0 * number + sum(settings["layers"])
-        assert float(step.submit(x).result()) == 3.0 * number + sum(settings["layers"])
-        assert float(look(x)) == 3.0 * number + 1
 
 
 # ----- while something is being sent
@@ -226,6 +144,8 @@ CHANGES = {
     "lost global": "del gone",
 }
 SENT = """
+from types import SimpleNamespace
+import numpy as np
 a_dict, a_list, a_space, a_long, an_array = {"rate": 1}, [1, 2, 3], SimpleNamespace(rate=1), [*range(2000)], np.zeros(2)
 threshold = gone = 1
 def f(x):
@@ -245,12 +165,7 @@ def test_what_changes_while_a_function_is_being_sent_is_sent_with_the_next_call(
     for number, (what, when) in enumerate(itertools.product(CHANGES, ["pickled", "loaded"])):
         with subtests.test(change=what, while_it_is=when):
             late = Late()
-            names: dict[str, Any] = {
-                "__name__": "__main__",
-                "np": np,
-                "SimpleNamespace": SimpleNamespace,
-                "z_late": late,
-            }
+            names: dict[str, Any] = {"__name__": "__main__", "z_late": late}
             exec(SENT, names)
             sent = shared_runtimes[1].function(names["f"], outputs=None)  # which pickles it, to see whether that works
 
@@ -279,11 +194,11 @@ def test_a_change_whose_sending_has_failed_is_sent_with_the_next_call(subtests: 
             read, held = watched.made.read, watched.made.held
             f = shared_runtimes[2].function(lambda x: [read(held), beside["k"]], outputs="first")  # noqa: B023
             f(X)
-            watched.change()
+            watched.made.change()
             beside["k"] = threading.Lock()  # type: ignore[assignment]
             with pytest.raises(synk.errors.SerializationError, match="lock"):
                 f(X)
             beside["k"] = 1
             assert f(X) == [read(held), 1]
-            watched.change()
+            watched.made.change()
             assert f(X) == [read(held), 1]

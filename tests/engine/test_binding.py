@@ -8,19 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import nothing_sent
-from support.names import named
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "two": lambda w, x: (len(w), len(x)),
     "any number": lambda w, *rest: [len(w), *map(len, rest)],
     "any keywords": lambda w, **more: [len(w), *map(len, more.values())],
-    "everything": lambda w, x=(), *rest, k=(), **more: [
-        len(w),
-        len(x),
-        *map(len, rest),
-        len(k),
-        *map(len, more.values()),
-    ],
+    "everything": lambda w, x=(), *rest, k=(), **more: [*map(len, (w, x, *rest, k, *more.values()))],
 }
 BROADCAST: list[tuple[str, Any, int, tuple[str, ...], list[int]]] = [
     ("two", "w", 2, (), [6, 3]),
@@ -40,20 +33,17 @@ def test_what_is_broadcast(subtests: Any, shared_runtimes: Any) -> None:
         with subtests.test(name, bcast=bcast):
             f = rt.function(FUNCTIONS[name], bcast_inputs=bcast, outputs="first")
             assert [*f(*[x] * count, **dict.fromkeys(keywords, x))] == rows
-    for bcast in ("y", ["w", "y"], ("y",)):
-        with pytest.raises(ValueError, match=r"got bcast_inputs \['y'.*expected names of its parameters \['w', 'x'\]"):
-            rt.function(FUNCTIONS["two"], bcast_inputs=bcast)
-    with pytest.raises(TypeError, match="got bcast_inputs=3, expected the name of a parameter"):
-        rt.function(FUNCTIONS["two"], bcast_inputs=3)
+    with pytest.raises(ValueError, match=r"got bcast_inputs \['y'\], expected names of its parameters \['w', 'x'\]"):
+        rt.function(FUNCTIONS["two"], bcast_inputs=["w", "y"])
     assert rt.function(max, outputs="first")([3, 1, 4, 1]) == 3, "a built-in without a signature"
 
 
 def test_rows_that_do_not_fit(shared_runtimes: Any) -> None:
     rt, five, six = shared_runtimes[2], np.arange(5.0), np.arange(6.0)
-    f = rt.function(named("dot", lambda x, y: x @ y[: len(x)]), outputs="sum")
-    with nothing_sent(rt), pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.* y with 6"):
-        f(five, six)
-    assert f(five, six, batch=5) == five @ five, "the common rows"
+    dot = rt.function(lambda x, y: x @ y[: len(x)], outputs="sum")
+    with nothing_sent(rt), pytest.raises(ValueError, match=r"x with 5 rows.* y with 6"):
+        dot(five, six)
+    assert dot(five, six, batch=5) == five @ five, "the common rows"
     whole = rt.function(lambda w: w.sum(), bcast_inputs="w", outputs="first")
     with pytest.raises(ValueError, match="batch was given, but no argument is scattered"):
         whole(five, batch=3)

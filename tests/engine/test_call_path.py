@@ -43,18 +43,25 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any) -> None:
-    """Whatever the number of inputs and outputs, from the first call after ``distribute`` on."""
-    cases = list(itertools.product((1, 2, 3, 0), (1, 5), (1, 7), (True, False), WAYS))
-    for where, num_inputs, num_outputs, as_data, way in random.Random(0).sample(cases, 40):
+    """Whatever the number of inputs and outputs, from the first call after ``distribute`` on. What the ranks hold, of
+    shards and of a tree of parameters, is neither staged nor pickled."""
+    cases = list(itertools.product((1, 2, 3, 0), (1, 5), (1, 7), ("array", "Data", "sharded"), WAYS))
+    for where, num_inputs, num_outputs, kind, way in random.Random(0).sample(cases, 50):
         rt, x = shared_runtimes[where], np.arange(9.0)
-        with subtests.test(where=where, num_inputs=num_inputs, num_outputs=num_outputs, as_data=as_data, way=way):
-            f = rt.function(lambda *xs, n=num_outputs: (sum(x.sum() for x in xs),) * n, bcast_inputs="n", outputs="sum")
+        make = {"array": np.copy, "Data": rt.data, "sharded": lambda x, rt=rt: rt.shared(x, sharded=True)}[kind]
+        with subtests.test(where=where, num_inputs=num_inputs, num_outputs=num_outputs, kind=kind, way=way):
+            w, inputs = rt.shared({"a": np.ones(2), "b": [np.ones(2)]}), [make(x) for _ in range(num_inputs)]
+            f = rt.function(
+                lambda w, *xs, n=num_outputs: (sum(x.sum() for x in xs) * w["b"][0][0],) * n,
+                bcast_inputs=("w", "n"),
+                outputs="sum",
+            )
             rt.distribute()
-            inputs = [rt.data(x) if as_data else x for _ in range(num_inputs)]
             for _ in range(3):
                 with counted(rt) as sent:
-                    assert WAYS[way](f, *inputs)[0] == (11.0 if way == "batch" else 36.0) * num_inputs
+                    assert WAYS[way](f, w, *inputs)[0] == (11.0 if way == "batch" else 36.0) * num_inputs
                 assert (sent["messages_down"], sent["messages_up"]) == (rt.world_size, rt.world_size)
+            assert kind == "array" or way == "batch" or (sent["bytes_staged"], sent["bytes_pickled"]) == (0, 0)
 
 
 def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from support.beside import beside
 from support.gates import Gate
+from support.saboteurs import AtPickle
 from support.tables import combinations
 
 OLD = np.arange(12.0).reshape(6, 2) + 1
@@ -34,17 +34,6 @@ WRITERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Hook:
-    """A broadcast input that acts while it is pickled: the rows are bound by then, and the call is not planned yet."""
-
-    def __init__(self, action: Callable[[], Any]) -> None:
-        self.action = action
-
-    def __reduce__(self) -> Any:
-        self.action()
-        return int, (0,)
-
-
 def test_a_call_works_on_the_rows_that_it_was_given(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     verbs: dict[str, Callable[..., Any]] = {
         "call": lambda f, *args: f(*args),
@@ -57,10 +46,12 @@ def test_a_call_works_on_the_rows_that_it_was_given(subtests: pytest.Subtests, s
         f = rt.function(lambda x, hook: x, outputs="gather", bcast_inputs="hook")
         with subtests.test(where=where, change=change, verb=verb):
             d = rt.data(OLD)
-            for _ in range(2):  # also where the function knows such rows
+            for _ in range(
+                2
+            ):  # also where the function knows such rows: they are bound when the other input is pickled
                 d.set_shape(OLD.shape)
                 d.set_value(OLD)
-                np.testing.assert_array_equal(run(f, d, Hook(lambda act=act, d=d: act(d))), OLD)
+                np.testing.assert_array_equal(run(f, d, AtPickle(lambda act=act, d=d: act(d))), OLD)
                 if change != "narrow":  # its contents are undefined
                     np.testing.assert_array_equal(d.data, new)
                     np.testing.assert_array_equal(run(f, d, 0), new)
@@ -138,13 +129,9 @@ def test_memory_is_not_reclaimed_under_a_call_that_another_thread_submits(shared
 
 
 def test_functions_are_sent_while_another_thread_makes_some(shared_runtimes: Any) -> None:
-    rt, other, interval = shared_runtimes[1], shared_runtimes[0], sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with beside(lambda: [other.function(lambda x: x, outputs="gather") for _ in range(500)]):
-            for _ in range(20):
-                kept = rt.function(lambda x: x, outputs="gather")
-                rt.distribute()
-                assert kept
-    finally:
-        sys.setswitchinterval(interval)
+    rt, other = shared_runtimes[1], shared_runtimes[0]
+    with beside(lambda: [other.function(lambda x: x, outputs="gather") for _ in range(500)], switch_s=1e-6):
+        for _ in range(20):
+            kept = rt.function(lambda x: x, outputs="gather")
+            rt.distribute()
+            assert kept

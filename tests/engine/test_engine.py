@@ -8,8 +8,8 @@ import weakref
 from typing import Any
 
 import numpy as np
-import numpy.testing
 import pytest
+from support.saboteurs import AtLoad
 
 import synk
 from synk.errors import SerializationError, SynkError
@@ -18,39 +18,6 @@ from synk.errors import SerializationError, SynkError
 @pytest.fixture
 def rt(shared_runtimes: Any) -> Any:
     return shared_runtimes[2]
-
-
-def test_a_failed_change_is_not_kept_by_the_commit_of_a_later_call(rt: Any) -> None:
-    counts = rt.resident([0, 0])
-
-    def step(x: Any, fails: bool) -> list[int]:
-        counts.value[0] += 1
-        if fails and synk.comm.rank == 1:
-            raise ValueError("no")
-        return list(counts.value)
-
-    f = rt.function(step, updates=[counts], outputs=None, bcast_inputs="fails")
-    assert f(np.ones(2), False) == [[1, 0]] * 2
-    with pytest.raises(ValueError, match="no") as told:
-        f(np.ones(2), True)
-    assert told.value.step_counted is False
-    assert f(np.ones(1), False) == [[2, 0], None]  # rank 1 has no rows, and gets the state before its next call
-    assert f(np.ones(2), False) == [[3, 0]] * 2
-    assert counts.get(0) == counts.get(1) == [3, 0]
-
-
-def test_a_rank_that_gets_a_function_late_does_not_get_an_old_state_for_the_current_one(rt: Any) -> None:
-    counts = rt.resident([0])
-
-    def step(x: Any) -> list[int]:
-        counts.value[0] += 1
-        return list(counts.value)
-
-    f = rt.function(step, updates=[counts], outputs=None)
-    assert f(np.ones(1)) == [[1], None]
-    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2)) == 2  # brings ``step`` to rank 1, too
-    assert f(np.ones(2)) == [[2], [2]]
-    assert counts.get(0) == counts.get(1) == [2]
 
 
 def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any) -> None:
@@ -74,18 +41,6 @@ def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any)
     assert total() == 10.0
 
 
-class Picky:
-    """Cannot be loaded on rank 1."""
-
-    def __init__(self) -> None:
-        self.value = 1
-
-    def __setstate__(self, state: Any) -> None:
-        if getattr(sys, "is_picky", False):
-            raise ValueError("not here")
-        self.__dict__.update(state)
-
-
 def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(rt: Any) -> None:
     """A rank has written a longer value into the place in which the next one comes to lie."""
     w = rt.shared(np.zeros(3))
@@ -105,21 +60,26 @@ def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(r
 
 
 def test_a_function_that_one_rank_cannot_load_while_the_other_waits_for_it(rt: Any) -> None:
-    picky = Picky()
+    def refuse() -> None:
+        if getattr(sys, "is_picky", False):
+            raise ValueError("not here")
+
+    picky = AtLoad(refuse)
 
     def meet(x: Any) -> Any:
         synk.comm.barrier()
-        return x.sum() + picky.value
+        return x.sum() + (picky is None)
 
     def mark(is_picky: bool) -> None:
         sys.is_picky = is_picky and synk.comm.rank == 1  # type: ignore[attr-defined]
 
-    rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)(True)
+    set_mark = rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)
+    set_mark(True)
     f = rt.function(meet, outputs="sum")
     for _ in range(2):
         with pytest.raises(SerializationError, match="not here"):
             f(np.ones(2), timeout=30.0)
-    rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)(False)
+    set_mark(False)
     assert f(np.ones(2)) == 4
 
 
@@ -149,16 +109,15 @@ def test_slots_that_another_plan_has_replaced(rt: Any) -> None:
         np.testing.assert_array_equal(f(np.ones((size // 10, 1))), np.ones((size // 10, 40)))
 
 
-def test_shards_that_nobody_reads_in_between_keep_no_old_rows() -> None:
+def test_shards_that_nobody_reads_in_between_keep_no_old_rows(rt: Any) -> None:
     """A place is used again for a value of another length, while views of the one before may be there."""
-    with synk.Runtime(2, backend="numpy") as rt:
-        w = rt.shared(np.arange(4.0), sharded=True)
-        read = rt.function(lambda: w.value.copy(), outputs=None, per_rank=True)
-        fill = rt.function(
-            lambda n: setattr(w, "value", np.full(n, float(n))), outputs=None, per_rank=True, bcast_inputs="n"
-        )
-        read()
-        for lengths in ((3, 5), (4, 2, 7), (1, 9)):
-            for n in lengths:
-                fill(n)
-            np.testing.assert_array_equal(read(), [np.full(n, float(n))] * 2)
+    w = rt.shared(np.arange(4.0), sharded=True)
+    read = rt.function(lambda: w.value.copy(), outputs=None, per_rank=True)
+    fill = rt.function(
+        lambda n: setattr(w, "value", np.full(n, float(n))), outputs=None, per_rank=True, bcast_inputs="n"
+    )
+    read()
+    for lengths in ((3, 5), (4, 2, 7), (1, 9)):
+        for n in lengths:
+            fill(n)
+        np.testing.assert_array_equal(read(), [np.full(n, float(n))] * 2)

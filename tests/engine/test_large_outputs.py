@@ -167,6 +167,3 @@ def test_workers_keep_no_outputs_of_a_call_that_failed(reused: Fork) -> None:
         with pytest.raises(CollectiveMismatch):
             f(x)
     assert max(np.subtract(memory(), before)) < 1 << 14
-
-
-# ----- faults

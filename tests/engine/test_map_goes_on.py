@@ -18,14 +18,10 @@ import numpy as np
 import pytest
 from support.gates import Gate
 from support.harness import assert_right
+from support.saboteurs import AtPickle, raise_value_error
 
 import synk
 from synk.errors import CallTimeout, RemoteError, SerializationError, WorkerDied
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("no way out")
 
 
 def fate(n: int, fates: dict[int, str]) -> int:
@@ -41,15 +37,25 @@ def fate(n: int, fates: dict[int, str]) -> int:
     return n * n
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_failed_items_are_named_and_the_others_are_right(is_ordered: bool) -> None:
-    """Exceptions, deaths, items that are interrupted and items that must be killed: none counts as a restart."""
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_failed_items_are_named_and_the_others_are_right(tmp_path: Path, batch_size: int | None) -> None:
+    """Exceptions, deaths, items that are interrupted and items that must be killed: none counts as a restart.
+
+    In chunks of one no item runs twice.
+    """
     kinds = ["raises"] * 10 + ["dies"] * 4 + ["sleeps"] * 2 + ["hangs"]
-    fates = dict(zip(random.Random(is_ordered).sample(range(1000), len(kinds)), kinds))
+    fates = dict(zip(random.Random(batch_size).sample(range(1000), len(kinds)), kinds))
     expected = {"raises": LookupError, "dies": WorkerDied, "sleeps": CallTimeout, "hangs": CallTimeout}
+    is_ordered = batch_size is None
+
+    def noted(n: int) -> int:
+        with (tmp_path / "runs").open("a") as runs:
+            print(n, file=runs)
+        return fate(n, fates)
+
     with synk.fork(2, max_restarts=1) as rt:
-        options: Any = {"on_error": "return", "item_timeout": 0.5, "ordered": is_ordered}
-        found = list(rt.map(lambda n: fate(n, fates), range(1000), **options))
+        options: Any = {"on_error": "return", "item_timeout": 0.5, "ordered": is_ordered, "batch_size": batch_size}
+        found = list(rt.map(noted, range(1000), **options))
         failed = {each.item: each for each in found if isinstance(each, synk.ItemError)}
         assert {number: type(each.exception) for number, each in failed.items()} == {
             number: expected[kind] for number, kind in fates.items()
@@ -58,6 +64,8 @@ def test_failed_items_are_named_and_the_others_are_right(is_ordered: bool) -> No
         assert (good if is_ordered else sorted(good)) == [n * n for n in range(1000) if n not in fates]
         if is_ordered:
             assert all(found[number] is each for number, each in failed.items())
+        else:
+            assert Counter(map(int, (tmp_path / "runs").read_text().split())) == dict.fromkeys(range(1000), 1)
         for number, each in failed.items():
             assert each.__cause__ is each.exception and f"item {number} " in str(each)
             assert ("LookupError" in each.traceback) == (fates[number] == "raises")
@@ -73,14 +81,10 @@ def test_a_map_in_which_no_item_succeeds_ends() -> None:
 
 
 def test_what_cannot_travel_is_an_error_in_its_place(shared_runtimes: Any) -> None:
-    items = [1, Unpicklable(), 3, 4]
-    found = list(shared_runtimes[2].map(lambda n: Unpicklable() if n == 3 else n, items, on_error="return"))
-    assert [type(getattr(each, "exception", each)) for each in found] == [
-        int,
-        SerializationError,
-        SerializationError,
-        int,
-    ]
+    items = [1, AtPickle(raise_value_error), 3, 4]
+    results = shared_runtimes[2].map(lambda n: AtPickle(raise_value_error) if n == 3 else n, items, on_error="return")
+    kinds = [type(getattr(each, "exception", each)) for each in results]
+    assert kinds == [int, SerializationError, SerializationError, int]
 
 
 @pytest.mark.parametrize("kind", [0, 2])
@@ -130,21 +134,6 @@ def test_an_item_whose_time_is_over_is_given_up_at_once(reused: Any, tmp_path: P
     found = reused(1).map(noted, iter(range(1500)), item_timeout=0.1, on_error="return")
     assert [each.item for each in found if isinstance(each, synk.ItemError)] == [*slow]
     assert Counter(map(int, (tmp_path / "runs").read_text().split())) == dict.fromkeys(slow, 1)
-
-
-def test_no_item_runs_twice_in_chunks_of_one(tmp_path: Path) -> None:
-    """Also beside items that are interrupted, or kill their worker."""
-    fates = {7: "sleeps", 11: "dies", 30: "sleeps", 31: "dies", 48: "dies"}
-
-    def noted(n: int) -> int:
-        with (tmp_path / "runs").open("a") as runs:
-            print(n, file=runs)
-        return fate(n, fates)
-
-    with synk.fork(2) as rt:
-        found = list(rt.map(noted, range(60), item_timeout=1, on_error="return", batch_size=1))
-        assert [each.item for each in found if isinstance(each, synk.ItemError)] == [*fates]
-        assert Counter(map(int, (tmp_path / "runs").read_text().split())) == dict.fromkeys(range(60), 1)
 
 
 def test_workers_are_replaced_after_so_many_items_or_bytes() -> None:
@@ -209,19 +198,20 @@ def test_numbers_of_items(subtests: pytest.Subtests, tmp_path: Path) -> None:
     def draw(n: int) -> tuple[int, float, float]:
         return n, synk.comm.rng.random(), synk.comm.rng.random()
 
-    sequences = [np.random.SeedSequence(7, spawn_key=(1, n)) for n in range(40)]
-    expected = [(n, *np.random.default_rng(each).random(2).tolist()) for n, each in enumerate(sequences)]
+    def expected(number: int) -> list[Any]:
+        sequences = [np.random.SeedSequence(7, spawn_key=(number, n)) for n in range(40)]
+        return [(n, *np.random.default_rng(each).random(2).tolist()) for n, each in enumerate(sequences)]
+
     options: list[dict[str, Any]] = [{}, {"batch_size": 7, "ordered": False}, {"max_tasks_per_worker": 11}]
     for num_workers in (0, 1, 3):
-        for each in options:
-            with subtests.test(num_workers=num_workers, **each), synk.fork(num_workers, seed=7) as rt:
-                assert list(rt.map(abs, [1])) == [1]
-                assert sorted(rt.map(draw, range(40), **each)) == expected
+        with synk.fork(num_workers, seed=7) as rt:
+            for number, each in enumerate(options):
+                with subtests.test(num_workers=num_workers, **each):
+                    assert sorted(rt.map(draw, range(40), **each)) == expected(number)
     for num_workers, taken in ((2, 9), (0, 20), (3, 40)):
         with subtests.test(taken=taken), synk.fork(num_workers, seed=7) as rt:
-            assert list(rt.map(abs, [1])) == [1]
             results = rt.map(draw, range(40), journal=tmp_path / "journal")
-            assert [next(results) for _ in range(taken)] == expected[:taken]
+            assert [next(results) for _ in range(taken)] == expected(0)[:taken]
             del results  # closes the file
 
 
@@ -234,18 +224,22 @@ def test_items_that_take_long_are_left_to_the_next_chunk(subtests: pytest.Subtes
         time.sleep(0.03 if n % 3 else 0)
         return 1 // (n - 7) and n, synk.comm.rng.random()
 
-    seeds = [np.random.SeedSequence(7, spawn_key=(0, n)) for n in range(31)]
-    expected = {n: (1 // (n - 7) and n, np.random.default_rng(seeds[n]).random()) for n in range(31) if n != 7}
+    def expected(number: int, n: int) -> tuple[int, float]:
+        seed = np.random.SeedSequence(7, spawn_key=(number, n))
+        return 1 // (n - 7) and n, np.random.default_rng(seed).random()
+
     makers: list[Any] = [range, lambda n: iter([*range(n)]), lambda n: (each for each in range(n))]
-    for number, make in enumerate(makers):
-        ran = tmp_path / f"ran {number}"
-        with subtests.test(make=number), synk.fork(2, seed=7) as rt:
-            found = list(rt.map(slow, make(31), on_error="return"))
-            assert found[7].item == 7 and isinstance(found[7].exception, ZeroDivisionError)
-            assert {n: each for n, each in enumerate(found) if n != 7} == expected
-            assert sorted(map(int, ran.read_text().split())) == [*range(31)]
-            with pytest.raises(ZeroDivisionError):
-                list(rt.map(slow, make(31)))
+    with synk.fork(2, seed=7) as rt:
+        for number, make in enumerate(makers):
+            ran = tmp_path / f"ran {number}"
+            with subtests.test(make=number):
+                found = list(rt.map(slow, make(31), on_error="return"))
+                failed = found.pop(7)
+                assert failed.item == 7 and isinstance(failed.exception, ZeroDivisionError)
+                assert found == [expected(number, n) for n in range(31) if n != 7]
+                assert sorted(map(int, ran.read_text().split())) == [*range(31)]
+        with pytest.raises(ZeroDivisionError):
+            list(rt.map(slow, range(31)))
 
 
 def test_nothing_is_kept_after_a_map(shared_runtimes: Any) -> None:

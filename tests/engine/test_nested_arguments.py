@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.names import named
+from support.rank_arrays import picked
+from support.saboteurs import AtPickle, raise_value_error
 from support.seeds import WHOLE_OR_SAMPLE
 from support.told import told
 
@@ -30,6 +32,20 @@ class Pair(NamedTuple):
 
     x: Any
     y: Any
+
+
+class Point(tuple):  # type: ignore[type-arg]
+    """Built from its elements, where most classes of tuples are built from one sequence."""
+
+    def __new__(cls, *elements: Any) -> Any:
+        return tuple.__new__(cls, elements)
+
+    def __getnewargs__(self) -> Any:
+        return tuple(self)
+
+
+class Other(Point):
+    """What is known of a class is remembered, so this one is met at another length first."""
 
 
 @dataclasses.dataclass
@@ -129,10 +145,6 @@ def with_rows(value: Any, rows: Any) -> Any:
     return value
 
 
-def picked(batch: Any, rows: Any) -> Any:
-    return rows if batch is None else rows[:batch] if isinstance(batch, int) else rows[batch]
-
-
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_each_rank_gets_the_nesting_with_its_rows(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
     """One function meets all of them, each of them twice by the plan of the first."""
@@ -174,7 +186,8 @@ A, B = np.ones(6), np.ones((6, 1))
 LOOK_ALIKE: list[Any] = [
     {"a": A}, {"a": B}, {"b": A}, {"a": A, "n": 1}, {"n": 1, "a": A}, {"a": A, "n": True}, {"a": A, "n": None},
     {"a": A, "n": 2}, OrderedDict(a=A), Records(a=A), {1: A}, {True: A}, {1.0: A}, (A,), (A, A), Pair(A, A),
-    {"a": (A,)}, Batch(A), Frozen(x=A), A, A.tolist(), {"a": A.tolist()}, {"a": A.astype("f4")},
+    {"a": (A,)}, Batch(A), Frozen(x=A), A, A.tolist(), {"a": A.tolist()}, {"a": A.astype("f4")}, {(1,): A},
+    {(True,): A}, {(1, (0,)): A}, {(1, (False,)): A}, {np.str_("a"): A}, Point(A), Point(A, A), Other(A, A), Other(A),
 ]  # fmt: skip
 
 
@@ -199,7 +212,7 @@ def test_each_call_sees_what_is_passed_this_time(shared_runtimes: Any) -> None:
         for _ in range(3):
             assert divided(value, X) == told(with_rows(value, slice(3)))
     for value in (*LOOK_ALIKE, *WHOLE, *LOOK_ALIKE[::-1], *WHOLE[::-1]):
-        for _ in range(3):
+        for _ in range(2):
             assert whole(value, X) == whole.submit(value, X).result() == told(value)
 
 
@@ -326,13 +339,6 @@ class Endless(Mapping):  # type: ignore[type-arg]
         return 1
 
 
-class Unsendable:
-    """A key that no pickler takes."""
-
-    def __reduce_ex__(self, *_: Any) -> Any:
-        raise RuntimeError("stays here")
-
-
 SEEDS = np.random.SeedSequence(1)
 REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda rts: {"x": X, "mask": np.ones(5)}, ValueError, r"x\['x'\] with 6 rows and x\['mask'\] with 5"),
@@ -352,7 +358,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda rts: Endless(), ValueError, "holds itself"),
     (lambda rts: {"x": X, "w": rts[2].shared(X)}, ValueError, r"cannot pass x\['w'\] of 'f'.*replicated; pass it as"),
     (lambda rts: {"w": rts[1].data(X)}, ValueError, r"x\['w'\] of 'f'.*another runtime"),
-    (lambda rts: {Unsendable(): X}, SerializationError, r"structure of the arguments of 'f'.*stays here"),
+    (lambda rts: {AtPickle(raise_value_error): X}, SerializationError, r"structure of the arguments of 'f'.*saboteur"),
 ]
 REFUSED_WHOLE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda rts: {"w": X, "bad": (n for n in range(3))}, r"p\['bad'\]"),

@@ -64,13 +64,14 @@ def test_they_are_combined_exactly(shared_runtimes: Any, subtests: Any, is_whole
     def run(rows: Any, name: str, values: str, form: str) -> Any:
         return FORMS[form][0](combine(rows, OPS[name][1], VALUES[values]))
 
+    cases = drawn(itertools.product(WHERE, OPS, VALUES, FORMS, WAYS, (1, 3)), is_whole, 80)
     functions = {
         (where, name, form): shared_runtimes[where].function(
             run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](OPS[name][0])
         )
-        for where, name, form in itertools.product(WHERE, OPS, FORMS)
+        for where, name, _, form, *_ in cases
     }
-    for case in drawn(itertools.product(WHERE, OPS, VALUES, FORMS, WAYS, (1, 3)), is_whole, 100):
+    for case in cases:
         where, name, values, form, way, num_slices = case
         with subtests.test(case=str(case)):
             rows = np.arange(len(VALUES[values]))

@@ -6,7 +6,6 @@ whole input; for errors it is the same call of a function that was never called 
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import script
+from support.names import named
+from support.tables import combinations
 
 X = np.arange(24.0).reshape(8, 3)
 W = np.array([1.0, -2.0, 0.5])
@@ -55,7 +56,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f, known = make(rt), ({}, {"batch": 5}, {"batch": [1, 2, 3]}, {"batch": slice(1, 4)})
-    for (args, wrong), options in itertools.product(WRONG, known):
+    for (args, wrong), options in combinations(50, WRONG, known):
         with subtests.test(num_args=len(args), wrong=str(wrong), after=str(options)):
             repeat(f, W, X, **options)
             messages = []
@@ -69,9 +70,6 @@ def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any
     total = rt.function(lambda x: x.sum(), outputs="sum")
     repeat(total, X)
     assert [total(X, batch=nothing) for nothing in (0, [], slice(3, 3), np.zeros(8, bool))] == [0.0] * 4
-
-
-# ----- data, variables, captured state
 
 
 # ----- what the function does
@@ -121,3 +119,23 @@ def test_a_copy_of_the_program_made_by_a_library_in_c_cannot_call() -> None:
         assert [total(np.arange(6.0) + k) for k in range(4)] == [15.0 + 6 * k for k in range(4)]
         rt.close()
     """).check("refused\n")
+
+
+def test_the_fourth_call_with_the_same_large_array_is_told_once(
+    shared_runtimes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``Data``, smaller arrays, other arrays, and those that have changed pass."""
+    rt = shared_runtimes[1]
+    f = rt.function(named("double", lambda x: 2 * x[:1]), outputs="gather")
+    large = np.ones(200_000)
+    for number in range(6):
+        f(np.ones(200_000))
+        f(large[:1000])
+        f(rt.data(large))
+        large += number
+        f(large)
+    assert not caplog.records
+    for _ in range(8):
+        f(large)
+    (told,) = caplog.records
+    assert "x of 'double', 1.6 MB" in told.getMessage() and "synk.data(x)" in told.getMessage()

@@ -13,7 +13,6 @@ from support.rank_arrays import assert_same, numbers, picked
 from support.tables import combinations
 
 import synk
-from synk.errors import CollectiveMismatch
 
 EVERYWHERE = (1, 2, 4, 3, 0, "1+3")
 NEST = {"a": np.arange(3), "b": (np.ones(2), None)}
@@ -89,23 +88,6 @@ def functions_of(rt: Any) -> tuple[Any, Any]:
     options: dict[str, Any] = {"outputs": ("sum", "gather", "gather")}
     alone = rt.function(lambda x: (x.sum(axis=0), x, np.full(len(x), own_rank())), **options)
     return alone, rt.function(beside, bcast_inputs="w", **options)
-
-
-@pytest.mark.parametrize("where", [3, 0])
-def test_a_call_on_what_the_ranks_hold_moves_nothing(shared_runtimes: Any, where: Any) -> None:
-    """One message to each rank and one back; no byte is staged or pickled, of shards or of a tree of parameters."""
-    rt = shared_runtimes[where]
-    x, w = rt.shared(np.ones((4 * rt.world_size, 2)), sharded=True), rt.shared({"a": np.ones(2), "b": [np.ones(2)]})
-    f = rt.function(lambda x, w: (x @ w["a"] * w["b"][0][0]).sum(), bcast_inputs="w", outputs="sum")
-    for options, expected in (({}, 8.0), ({"batch": slice(0, None, 2)}, 4.0)):
-        for _ in range(3):
-            before = dict(rt.counters)
-            assert f(x, w, **options) == expected * rt.world_size
-        sent = {name: rt.counters[name] - before[name] for name in before}
-        assert (sent["messages_down"], sent["messages_up"]) == (rt.world_size, rt.world_size)
-        assert (sent["bytes_staged"], sent["bytes_pickled"]) == (0, 0)
-    with pytest.raises(TypeError, match=r"got a dict.*synk\.shared"):
-        rt.data({"a": np.ones(2)})
 
 
 def test_shards_arrive_read_only_and_as_views_where_they_are_a_range(rt: Any) -> None:
@@ -186,12 +168,3 @@ def test_inputs_that_do_not_match_the_shards(subtests: pytest.Subtests, shared_r
     for error, words, call in cases:
         with subtests.test(words), nothing_sent(rt), pytest.raises(error, match=words):
             call()
-
-
-def test_gathered_rows_that_do_not_fit_the_order_of_the_batch(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    x = rt.shared(np.arange(6.0), sharded=True)
-    f = rt.function(lambda x: x[:1], outputs="gather")
-    with pytest.raises(CollectiveMismatch, match=r"2 rows for 4 selected"):
-        f(x, batch=[5, 0, 4, 1])
-    assert_same(rt.function(lambda x: x + 1, outputs="gather")(x, batch=[5, 0]), np.array([6.0, 1.0]))

@@ -43,17 +43,21 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
     *(
         (np.ones((2, 2), "f4"), value, error, words)
         for value, error, words in (
-            (np.zeros((3, 2)), TypeError, r"got dtype float64, expected float32.*astype\('float32'\)"),
+            (np.zeros((3, 2)), TypeError, r"'w': got dtype float64, expected float32.*astype\('float32'\)"),
+            (np.zeros((3, 2), "c8"), TypeError, "complex64"),
             ([["a", "b"]], TypeError, "<U1"),
-            (np.zeros(3, "f4"), ValueError, "1 axes"),
-            (np.zeros((2, 3), "f4"), ValueError, "only axis 0"),
+            ([[1j, 0]], TypeError, "complex128"),
+            (np.float32(1), ValueError, "0 axes"),
+            (np.zeros(3, "f4"), ValueError, r"1 axes \(3,\), expected 2 \(2, 2\)"),
+            (np.zeros((2, 3), "f4"), ValueError, r"shape \(2, 3\), expected \(rows, 2\): only axis 0"),
             (np.zeros((2, 2), object), TypeError, "object"),
             (None, (TypeError, ValueError), "'w'"),
             ([[1.0, 2.0], [3.0]], (TypeError, ValueError), "'w'"),
             (np.ma.array(np.zeros((1, 2), "f4"), mask=True), TypeError, "MaskedArray.*filled"),
         )
     ),
-    *((np.zeros(2, "i4"), value, TypeError, "float64") for value in ([1.5, 2.0], [1.0, 2.0])),
+    *((np.zeros(2, "i4"), value, TypeError, "float64") for value in ([1.5, 2.0], [1.0, 2.0], [np.nan, 0])),
+    ({"a": np.ones(2), "b": (np.ones(2, "f4"),)}, {"a": ZEROS, "b": (ZEROS,)}, TypeError, r"'w' \(leaf 1\)"),
     *(
         ({"a": np.ones(2), "b": (np.ones(2),)}, value, ValueError, "'w'.*structure")
         for value in (
@@ -68,7 +72,7 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
 
 def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     """Python's numbers have no width: 0.1 fits a float32 variable."""
-    for where, (held, value, error, words) in combinations(30, (2, 0, "1+3"), UNFIT):
+    for where, (held, value, error, words) in combinations(36, (2, 0, "1+3"), UNFIT):
         rt = shared_runtimes[where]
         w = rt.shared(held, name="w")
         ways: list[Callable[[], Any]] = [
@@ -81,9 +85,14 @@ def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_
                 with pytest.raises(error, match=words):
                     assign()
             assert_same(everywhere(rt, w), [held] * rt.world_size)
-    w = shared_runtimes[2].shared(np.zeros(2, "f4"))
-    w.value = [0.1, 2]
-    assert_same(w.value, np.array([0.1, 2], "f4"))
+    w = shared_runtimes[2].shared(np.zeros((2, 2), "f4"))
+    fitting = [np.ones((7, 2), dtype) for dtype in ("f4", "f2", "i2", ">f4")]
+    for value in (*fitting, np.zeros((0, 2), "f4"), np.asfortranarray(np.ones((3, 2), "f4")), [[0.1, 2]]):
+        w.value = value
+        assert_same(w.value, np.asarray(value, "f4"))
+    pair = shared_runtimes[2].shared({"x": np.zeros((2, 3)), "y": np.zeros(2)}, sharded=True, name="w")
+    with pytest.raises(ValueError, match=r"'w': got axis-0 lengths \[2, 4\]"):
+        pair.value = {"x": np.zeros((2, 3)), "y": np.zeros(4)}
 
 
 def test_what_cannot_be_shared(shared_runtimes: Any) -> None:

@@ -64,6 +64,17 @@ class Variable:
         return sum(len(value) for value in self.values)
 
 
+def renewed(value: np.ndarray, x: np.ndarray, kind: str) -> np.ndarray:
+    """Return what a function assigns: a view, and arrays of other lengths, which may need other memory."""
+    if kind == "repeat":
+        return np.concatenate([value, value[: len(x)]])
+    if kind == "large":
+        return np.resize(value, (700 * len(x), *value.shape[1:]))
+    if kind == "refill":
+        return np.zeros((len(x), *value.shape[1:]), value.dtype)
+    return value[:-1] if kind == "cut" else value[::-1]
+
+
 class Sequences(RuleBasedStateMachine):
     """Two replicated and two sharded variables, on each of which every operation may happen at any time."""
 
@@ -186,7 +197,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(
         which=st.sampled_from([(0,), (2,), (0, 2), (1, 3), (0, 1, 2, 3)]),
         num_rows=st.integers(1, 9),
-        kind=st.sampled_from(["reverse", "repeat", "cut", "refill", "some ranks"]),
+        kind=st.sampled_from(["reverse", "repeat", "large", "cut", "refill", "some ranks"]),
         output=st.sampled_from([1, 30, 70_000]),
         failing=st.none() | st.integers(0, 3),
     )
@@ -197,19 +208,10 @@ class Sequences(RuleBasedStateMachine):
             kind = "cut"
         shared = [variable.shared for variable in variables]
 
-        def new(value: np.ndarray, x: np.ndarray, kind: str) -> np.ndarray:
-            if kind == "repeat":
-                return np.concatenate([value, value[: len(x)]])
-            if kind == "cut":
-                return value[:-1]
-            if kind == "refill":
-                return np.zeros((len(x), *value.shape[1:]), value.dtype)
-            return value[::-1]
-
         def body(kind: str, output: int, failing: int | None, x: np.ndarray) -> np.ndarray:
             if kind != "some ranks" or synk.comm.rank % 2 == 0:
                 for each in shared:
-                    each.value = new(each.value, x, kind)
+                    each.value = renewed(each.value, x, kind)
             if failing == synk.comm.rank:
                 raise ArithmeticError
             return np.full(output, x.sum())
@@ -226,7 +228,7 @@ class Sequences(RuleBasedStateMachine):
         assert_same(f(kind, output, failing, x), np.full(output, x.sum()))
         for variable in variables:
             variable.values = [
-                new(value, part, kind) if len(part) and (kind != "some ranks" or rank % 2 == 0) else value
+                renewed(value, part, kind) if len(part) and (kind != "some ranks" or rank % 2 == 0) else value
                 for rank, (value, part) in enumerate(zip(variable.values, parts, strict=True))
             ]
             self._follow(variable, parts)

@@ -6,49 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.rank_arrays import REDUCIBLE, accumulated, assert_same, everywhere, numbers
+from support.rank_arrays import assert_same, everywhere
 from support.tables import combinations
-
-EVERYWHERE = (1, 2, 3, 4, 0, "1+3")
-
-
-def make_step() -> Any:
-    """Return a function of the old value and some rows that gives the new value, of the same dtype.
-
-    It travels by value.
-    """
-
-    def step(old: np.ndarray, x: np.ndarray) -> np.ndarray:
-        return old ^ x.any(axis=0) if x.dtype == bool else old + x.sum(axis=0, dtype=x.dtype)
-
-    return step
-
-
-def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
-    subtests: pytest.Subtests, shared_runtimes: Any
-) -> None:
-    """Ranks without rows follow the first one."""
-    for where, (op, dtype) in combinations(36, EVERYWHERE, REDUCIBLE):
-        rt, step = shared_runtimes[where], make_step()
-        with subtests.test(where=where, op=op, dtype=dtype):
-            w = rt.shared(numbers(dtype, (3,), 0), name="w")
-            f = rt.function(lambda x: (w.value, step(w.value, x)), updates=[(w, op)], outputs=None)  # noqa: B023
-            expected = everywhere(rt, w)
-            for rows, num_slices in ((8, 1), (11, 3), (2, 5)):
-                x = numbers(dtype, (rows, 3), rows)
-                parts = np.array_split(x, rt.world_size)
-                seen = f(x, num_slices=num_slices)
-                for part, old, values in zip(parts, expected, seen, strict=True):
-                    if len(part):
-                        assert_same(values, [old] * min(num_slices, len(part)) if num_slices > 1 else old)
-                new = [
-                    accumulated(op, lambda rows, old=old: step(old, rows), part, num_slices)  # noqa: B023
-                    for old, part in zip(expected, parts, strict=True)
-                ]
-                got = everywhere(rt, w)
-                followed = [value if len(part) else new[0] for part, value in zip(parts, new, strict=True)]
-                assert_same(got, followed, is_rounded=op == "avg")
-                expected = got
 
 
 def test_with_one_slice_the_value_is_stored_as_it_is(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
@@ -78,13 +37,17 @@ def test_a_call_without_arguments_updates_as_well(shared_runtimes: Any) -> None:
 
 @pytest.mark.parametrize("where", [3, 0, "1+3"])
 def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) -> None:
+    """A function may fill one buffer for all slices. One variable: ``test_shared_sequences.py``."""
     rt = shared_runtimes[where]
     total, largest = rt.shared(0.0, name="total"), rt.shared(np.full(2, -np.inf), name="largest")
-    tree = rt.shared({"mean": np.zeros(2), "parts": [np.zeros(2, "f4")]}, name="tree")
+    tree = rt.shared({"mean": np.zeros(2), "scale": 0.0, "parts": [np.zeros(2, "f4")]}, name="tree")
     counts = rt.shared(np.zeros(rt.world_size, "i8"), sharded=True, name="counts")
 
+    buffer = np.zeros(2)
+
     def statistics(x: np.ndarray) -> Any:
-        new_tree = {"mean": x.mean(axis=0), "parts": [x.mean(axis=0).astype("f4")]}
+        buffer[:] = x.mean(axis=0)
+        new_tree = {"mean": buffer, "scale": buffer.mean(), "parts": [buffer.astype("f4")]}
         return {"rows": len(x)}, (x.sum(), x.max(axis=0), new_tree, [len(x)])
 
     updates = [(total, "sum"), (largest, "max"), tree, (counts, "sum")]
@@ -96,30 +59,9 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         assert_same(everywhere(rt, total), [part.sum() for part in parts], is_rounded=True)
         assert_same(everywhere(rt, largest), [part.max(axis=0) for part in parts])
         means = [part.mean(axis=0) for part in parts]
-        assert_same(everywhere(rt, tree), [{"mean": m, "parts": [m.astype("f4")]} for m in means], is_rounded=True)
+        trees = [{"mean": mean, "scale": mean.mean(), "parts": [mean.astype("f4")]} for mean in means]
+        assert_same(everywhere(rt, tree), trees, is_rounded=True)
         assert_same(everywhere(rt, counts), [np.array([len(part)]) for part in parts])
-
-
-def test_a_function_may_fill_one_buffer_for_all_slices(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    def refill() -> Any:
-        buffer = np.zeros(2)
-
-        def f(x: np.ndarray) -> Any:
-            buffer[:] = x.sum(axis=0)
-            return buffer, buffer
-
-        return f
-
-    for where, op in combinations(6, (1, 2, 0, "1+3"), ("avg", "sum", "max")):
-        rt, x = shared_runtimes[where], numbers("f8", (12, 2), 0)
-        with subtests.test(where=where, op=op):
-            w = rt.shared(np.zeros(2))
-            result = rt.function(refill(), updates=[(w, op)], outputs=op)(x, num_slices=3)
-            slices = [np.array_split(part, 3) for part in np.array_split(x, rt.world_size)]
-            reduce = {"avg": np.mean, "sum": np.sum, "max": np.max}[op]
-            sums = [[part.sum(axis=0) for part in own] for own in slices]
-            assert_same(everywhere(rt, w), [reduce(own, axis=0) for own in sums], is_rounded=True)
-            assert_same(result, reduce([value for own in sums for value in own], axis=0), is_rounded=True)
 
 
 def test_torch_tensors_are_read_updated_and_assigned(shared_runtimes: Any) -> None:

@@ -1,9 +1,12 @@
-"""The backend of joblib: what loky gives, on the workers of a runtime."""
+"""The backend of joblib: what loky gives, on the workers of a runtime. joblib knows it whichever of the two is imported
+first, and how; synk alone imports nothing of joblib.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -16,7 +19,7 @@ from typing import Any
 import joblib
 import numpy as np
 import pytest
-from support.harness import assert_right, ctrl_c_when, same_workers
+from support.harness import PACKAGE_FOLDER, assert_right, ctrl_c_when, same_workers
 
 import synk
 from synk._wire.cell import cell
@@ -151,3 +154,67 @@ def test_tasks_in_tasks_and_calls_beside_them(rt: synk.Runtime) -> None:
             return np.array(joblib.Parallel()(joblib.delayed(pow)(int(n), 2) for n in x))
 
     assert rt.function(powers, outputs="gather")(np.arange(4)).tolist() == [0, 1, 4, 9]
+
+
+# ----- imports
+
+ORDERS = {
+    "joblib first": "import joblib, synk",
+    "synk first": "import synk, joblib",
+    "only its backends first": "import joblib._parallel_backends; import synk",
+    "reloaded": "import synk, joblib, importlib; importlib.reload(joblib.parallel); importlib.reload(joblib)",
+    "imported a second time": "import synk, joblib; forget('joblib'); import joblib",
+    "synk imported a second time": "import synk; forget('synk'); import synk, joblib",
+    "both a second time": "import synk, joblib; forget('synk'); forget('joblib'); import joblib, synk",
+    "both in threads": "in_threads('joblib', 'synk', 'joblib', 'synk')",
+    "the module of the backend": "import synk.extensions.joblib",
+}
+
+PROGRAM = f"""
+import importlib, os, sys, threading, traceback
+
+def forget(package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+def in_threads(*names):
+    threads = [threading.Thread(target=importlib.import_module, args=[name]) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+def check(order):
+    exec(order, dict(globals()))
+    import joblib.parallel
+    with joblib.parallel_config(backend="synk"):
+        backend, _ = joblib.parallel.get_active_backend()
+    assert type(backend).__module__ == "synk.extensions.joblib", backend
+    joblib.parallel_config(backend="threading").unregister()
+
+def nothing_else():
+    import synk
+    assert "joblib" not in sys.modules and "synk.extensions" not in sys.modules
+
+import asyncio, multiprocessing.pool, cloudpickle, numpy, optree, scipy.sparse, scipy.stats  # for all forks
+assert "synk" not in sys.modules and "joblib" not in sys.modules
+cases = {{name: lambda order=order: check(order) for name, order in {ORDERS!r}.items()}}
+for name, case in {{**cases, "synk alone": nothing_else}}.items():
+    if (pid := os.fork()) == 0:
+        try:
+            case()
+        except BaseException:
+            print(name, traceback.format_exc())
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        print(name, "did not end")
+"""
+
+
+def test_the_backend_is_known_in_any_order_of_imports() -> None:
+    """Each case is a fork of a process that has imported neither."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=PACKAGE_FOLDER, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import deque
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import ctrl_c_when, failpoint, process_stat, wait_for, waits_in_synk
+from support.harness import ctrl_c_when, failpoint, process_stat, replaced_workers, wait_for, waits_in_synk
 
 import synk
 
@@ -20,15 +21,9 @@ X = np.arange(11.0)
 # ----- outputs that are objects
 
 
-def as_object(value: Any) -> np.ndarray:
-    array = np.empty((), object)
-    array[()] = value
-    return array
-
-
 OBJECTS: dict[str, Callable[[np.ndarray], Any]] = {
     "array of objects": lambda x: np.array(["a", [1, len(x)]], dtype=object),
-    "a single object": lambda x: as_object({"rows": len(x)}),
+    "a single object": lambda x: np.array({"rows": len(x)}, dtype=object),
     "record with an object": lambda x: np.array([(1, "a")], dtype=[("n", "i4"), ("s", object)]),
 }
 
@@ -46,16 +41,6 @@ def test_arrays_of_objects_travel_as_objects_and_cannot_be_combined(shared_runti
         for op in ("gather", "sum"):
             with pytest.raises(TypeError, match=f"cannot apply op '{op}'.*holds Python objects.*Use op None"):
                 rt.function(fn, outputs=op)(X)
-
-
-def test_ranks_that_return_different_structures_are_told_what_to_do(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    with pytest.raises(synk.errors.CollectiveMismatch, match=r"one structure .* Give op None to what differs"):
-        rt.function(lambda x: x.tolist(), outputs="sum")(X)
-    got = rt.function(lambda x: x.tolist(), outputs=None)(X)
-    assert got == [part.tolist() for part in np.array_split(X, 2)]
-    got = rt.function(lambda x: deque(x.tolist()), outputs=None)(X)
-    assert got == [deque(part.tolist()) for part in np.array_split(X, 2)]
 
 
 # ----- Ctrl-C and limits while the workers come up
@@ -102,11 +87,9 @@ def test_a_named_dtype_converts_as_numpy_does(shared_runtimes: Any) -> None:
 
 
 def test_a_variable_is_an_array_to_numpy(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    w = rt.shared(np.arange(3.0))
-    np.testing.assert_array_equal(np.asarray(w), [0, 1, 2])
+    w = shared_runtimes[2].shared(np.arange(3.0))
     assert np.array(w, dtype="f4").dtype == np.float32
-    assert rt.function(lambda x: np.dot(w, [1, 2, 3]), outputs="first")(X) == 8
+    assert shared_runtimes[2].function(lambda x: np.dot(w, [1, 2, 3]), outputs="first")(X) == 8
 
 
 def test_a_bfloat16_variable_needs_ml_dtypes(shared_runtimes: Any) -> None:
@@ -134,3 +117,34 @@ def test_what_a_runtime_numbers_it_numbers_itself(runtime: Any) -> None:
     """Variables have the same names whatever other runtimes there are."""
     first, second = ([rt.shared(0.0).name, rt.shared(1.0).name] for rt in (runtime(0), runtime(0)))
     assert first == second
+
+
+# ----- what it is told
+
+
+def test_a_death_is_explained_once(reused: Any) -> None:
+    rt = reused(2)
+    with replaced_workers(rt, [0]), pytest.raises(synk.errors.WorkerDied, match="SIGKILL") as caught:
+        rt.function(lambda x: synk.comm.rank or os.kill(os.getpid(), 9), outputs=None)(X)
+    assert str(caught.value).count("Likely out of memory") == 1
+
+
+def test_a_folder_that_came_later(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def total(x: Any) -> Any:
+        if x[0] > 0:
+            import came_later  # type: ignore[import-not-found]
+
+            return came_later.total(x)
+        return x.sum()
+
+    rt = runtime(1)
+    f = rt.function(total, outputs="sum")
+    assert f(X) == X.sum()
+    (tmp_path / "came_later.py").write_text("def total(x): return x.sum()\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ModuleNotFoundError) as caught:
+        f(X + 1)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "the program itself finds 'came_later'" in text and str(tmp_path) in text and "restart()" in text
+    rt.restart()
+    assert f(X + 1) == (X + 1).sum()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import random
@@ -13,11 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +40,6 @@ from support.harness import (
 
 import synk
 
-Fork = Callable[..., Any]
-
 
 @pytest.fixture
 def path() -> Iterator[Path]:
@@ -60,37 +56,28 @@ def left_files(before: Census) -> list[str]:
     return [line for line in census().leftovers(before) if line.startswith(f"{SHM_FOLDER}/")]
 
 
-class AnotherProgram:
-    """A program that nobody of this process's tree is a parent of: it makes a file, and lives until it is told to end.
+ANOTHER_PROGRAM = """
+import os, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
+fd = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600)
+print("made", flush=True)
+sys.stdin.read()
+"""
 
-    Use as a context manager.
-    """
 
-    CODE = """
-        import os, sys
-        if os.fork():
-            os._exit(0)
-        os.setsid()
-        fd = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600)
-        print(os.getpid(), flush=True)
-        sys.stdin.read()
-    """
-
-    def __init__(self, path: Path) -> None:
-        command = [sys.executable, "-c", textwrap.dedent(self.CODE), str(path)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._process.wait()  # its child goes on
-        assert self._process.stdout is not None
-        self.pid = int(self._process.stdout.readline())
-
-    def __enter__(self) -> AnotherProgram:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        assert self._process.stdout.read() == b""  # the end of the file is the end of the program
-        self._process.stdout.close()
+@contextlib.contextmanager
+def another_program(path: Path) -> Iterator[None]:
+    """Have a program make a file that nobody of this process's tree is a parent of; it lives as long as the body."""
+    command = [sys.executable, "-c", ANOTHER_PROGRAM, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.wait()  # its child goes on
+        assert process.stdout.readline() == b"made\n"
+        yield
+        process.stdin.close()
+        assert process.stdout.read() == b""  # the end of the file is the end of the program
 
 
 # ----- what is ours is found
@@ -138,7 +125,7 @@ def test_a_named_file_of_this_process_is_found_until_it_is_removed(path: Path, i
     assert left_files(before) == [], "another file of that name"
 
 
-def test_a_named_file_of_a_killed_worker_is_found(runtime: Fork, path: Path) -> None:
+def test_a_named_file_of_a_killed_worker_is_found(runtime: Any, path: Path) -> None:
     before = census()
     rt = runtime(2)
 
@@ -152,35 +139,6 @@ def test_a_named_file_of_a_killed_worker_is_found(runtime: Fork, path: Path) -> 
         assert_right(rt)
     rt.close()
     assert settled_census(before).leftovers(before) == [str(path)]
-
-
-@pytest.mark.usefixtures("path")  # skipped where there is no such folder
-def test_segments_with_a_name_would_be_found(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If synk's own segments had names, and nobody removed them, a test that does no more than call would fail."""
-    names: list[str] = []
-
-    def memfd_create(*_: Any) -> int:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    def named_file(**options: Any) -> Any:
-        fd, name = tempfile.mkstemp(**options)
-        names.append(name)
-        return open(fd, "w+b")
-
-    before = census()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "memfd_create", memfd_create)
-        patch.setattr(tempfile, "TemporaryFile", named_file)
-        rt = runtime(2)
-        assert_right(rt)
-        rt.close()
-    try:
-        left = settled_census(before).leftovers(before)
-        assert left and set(left) <= set(names)
-    finally:
-        for name in names:
-            os.unlink(name)
-    assert not settled_census(before).leftovers(before)
 
 
 def test_a_named_file_of_a_scenario_is_found(path: Path) -> None:
@@ -199,17 +157,14 @@ def test_a_named_file_of_a_scenario_is_found(path: Path) -> None:
 
 
 def test_a_file_of_another_program_is_not_counted(path: Path) -> None:
+    """Neither while it lives, also if this process holds it too, nor afterwards, if it does not."""
     before = census()
-    with AnotherProgram(path):
+    with another_program(path):
         assert path.exists()
         assert left_files(before) == []
     assert path.exists()
     assert left_files(before) == []
-
-
-def test_a_file_that_another_program_holds_too_is_not_a_leftover(path: Path) -> None:
-    before = census()
-    with AnotherProgram(path):
+    with another_program(path):
         fd = os.open(path, os.O_RDWR)
         os.close(os.dup(fd))
         held = census()
@@ -311,7 +266,7 @@ def surroundings() -> dict[str, object]:
     }
 
 
-def test_a_forked_worker_is_like_one_that_was_started(nurseries: Any, runtime: Fork) -> None:
+def test_a_forked_worker_is_like_one_that_was_started(nurseries: Any, runtime: Any) -> None:
     found = []
     for choice in (None, False):
         nurseries.choose(choice)

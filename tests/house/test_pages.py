@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import re
 
-import pytest
 from support.harness import PACKAGE_FOLDER
 
 import synk
@@ -49,13 +48,6 @@ def test_lengths() -> None:
     assert len(PAGES) <= MOST_PAGES
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
-def test_banned_words(page: object) -> None:
-    text = prose(page.read_text())  # type: ignore[attr-defined]
-    found = {words: better for words, better in BANNED.items() if re.search(words, text)}
-    assert not found, found
-
-
 def public_docstrings() -> dict[str, str]:
     """Return the docstrings of the public names and of their public members."""
     found = {}
@@ -68,11 +60,10 @@ def public_docstrings() -> dict[str, str]:
     return found
 
 
-def test_banned_words_in_docstrings() -> None:
-    found = {
-        (name, words) for name, text in public_docstrings().items() for words in BANNED if re.search(words, prose(text))
-    }
-    assert not found
+def test_banned_words() -> None:
+    texts = {page.stem: page.read_text() for page in (README, *PAGES)} | public_docstrings()
+    found = [(name, words) for name, text in texts.items() for words in BANNED if re.search(words, prose(text))]
+    assert not found, [(name, words, BANNED[words]) for name, words in found]
 
 
 def test_the_readme_has_the_words_of_the_field() -> None:

@@ -1,4 +1,4 @@
-"""Every demo checks its own numbers, and says nothing on stderr.
+"""Every demo checks its own numbers, and says nothing on stderr. Each notebook runs from top to bottom.
 
 Each runs as a program of its own in the storm. Here most run in this process, which imports torch, SciPy and the like
 once. Each function is verified at its first call: see ``support/verified.py``.
@@ -7,6 +7,8 @@ once. Each function is verified at its first call: see ``support/verified.py``.
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import runpy
 import subprocess
@@ -18,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from support import harness
-from support.verified import all_verified
+from support.harness import ctrl_c_when
+from support.verified import all_verified, built, verified
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMOS = sorted([*(ROOT / "demos").glob("[0-9]*.py"), *(ROOT / "demos" / "seeds").glob("[0-9]*.py")])
@@ -34,10 +37,8 @@ SMALL = {
     "40_two_nodes.py",
 }
 
-ALONE = {"000_kalman.py", "01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py", "32_halo.py"}
-"""These run as programs also outside the storm: they leave the end of their workers to their own end, or import
-PyTensor with settings of their own.
-"""
+ALONE = {"000_kalman.py", "01_intro.py"}
+"""These run as programs also outside the storm: the first of them all, and one that sets how PyTensor is imported."""
 
 CHILDREN = {"14_overnight.py": ["walks.journal"], "23_resume.py": ["checkpoint.pt"]}
 """What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
@@ -113,6 +114,7 @@ def test_demo_in_this_process_equals_its_serial_calls(
     ended = contextlib.suppress(SystemExit) if path.name in CHILDREN else contextlib.nullcontext()
     with contextlib.nullcontext() if path.name in WITHOUT_SERIAL else all_verified(), ended:
         runpy.run_path(str(path), run_name="__main__")
+    built.clear(), verified.clear()  # they hold the functions of the demo, whose globals hold its data
     printed = capfd.readouterr()
     assert printed.err == ""
     assert printed.out
@@ -135,3 +137,33 @@ def test_the_demo_for_gpus_says_what_it_needs() -> None:
     loss = demo["step"](model, optimizer, images, torch.tensor([0, 999]))
     assert 0 < float(loss.detach()) < 20
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ----- notebooks
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", ["tour", "training"])
+def test_a_notebook_runs_in_this_process(name: str) -> None:
+    """It is interrupted where it says so. A real kernel is of tests/faults/test_notebook.py."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for cell in code_cells(ROOT / "demos" / f"{name}.ipynb"):
+        printed, end = io.StringIO(), contextlib.ExitStack()
+        if "interrupt" in cell["metadata"].get("tags", ()):
+            end.enter_context(pytest.raises(KeyboardInterrupt))
+            end.enter_context(ctrl_c_when(printed.getvalue))
+        with end, contextlib.redirect_stdout(printed):
+            exec("".join(cell["source"]), namespace)
+
+
+def test_notebooks_hold_no_outputs() -> None:
+    notebooks = sorted((ROOT / "demos").glob("*.ipynb"))
+    assert [path.stem for path in notebooks] == ["tour", "training"]
+    for path in notebooks:
+        cells = code_cells(path)
+        assert len(cells) > 6
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)

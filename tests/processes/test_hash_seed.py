@@ -76,19 +76,19 @@ def test_a_worker_that_replaces_another_walks_through_sets_as_the_others(runtime
         return repr([(name, float(synk.comm.all_reduce(np.array([float(len(name))]), "sum")[0])) for name in names])
 
     f = rt.function(summed, outputs=None)
-    for number in range(8):
+    for number in range(6):
         names.symmetric_difference_update(f"name {number * step}" for step in (3, 7, 11))
-        if number in (2, 5):
-            harness.kill_and_wait(harness.pids(rt)[number % 2])
-        elif number == 6:
+        if number == 2:
+            harness.kill_and_wait(harness.pids(rt)[1])
+        elif number == 4:
             rt.restart()
         (text,) = set(f(X))
         assert sorted(eval(text)) == [(name, 2.0 * len(name)) for name in sorted(names)]
 
 
-@pytest.mark.parametrize(("given", "seed", "expected"), [("123", 7, "123"), ("123", None, "123"), ("random", 9, "9")])
+@pytest.mark.parametrize(("given", "seed", "expected"), [("123", 7, "123"), ("random", 9, "9")])
 def test_the_users_own_seed_is_kept(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch, given: str, seed: int | None, expected: str
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, given: str, seed: int, expected: str
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", given)
     rt = runtime(1, seed=seed)

@@ -1,72 +1,27 @@
-"""Rows to ranks, as NumPy does it: ``array_split`` and indexing on the whole axis. No process."""
+"""Which batches are refused, and how elements are divided. No process.
+
+Which rows a batch means, and which ranks work on them: ``test_exactness.py`` and ``engine/test_shared_arguments.py``.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.seeds import examples
 
-from synk._pure.shards import Assignment, assign_owned, select_common, select_rows, shard_bounds
-
-quick = examples(25)
-
-
-@st.composite
-def batches(draw: st.DrawFn, num_rows: int) -> Any:
-    """Draw a batch of any kind that fits ``num_rows`` rows; it may name no row."""
-    edges = st.one_of(st.none(), st.integers(-num_rows - 2, num_rows + 2))
-    kinds: list[st.SearchStrategy[Any]] = [
-        st.none(),
-        st.integers(0, num_rows),
-        st.builds(slice, edges, edges, st.sampled_from([None, 1, 2, 3, -1, -2, -3])),
-        st.lists(st.booleans(), min_size=num_rows, max_size=num_rows).map(lambda bits: np.array(bits, bool)),
-        st.just([]),
-    ]
-    if num_rows:
-        indices = st.lists(st.integers(-num_rows, num_rows - 1), max_size=2 * num_rows)
-        dtypes = st.sampled_from(["int8", "int32", "int64"])
-        kinds += [indices, indices.map(tuple), st.builds(np.array, indices, dtype=dtypes)]
-    return draw(st.one_of(kinds))
-
-
-def picked_by(batch: Any, array: np.ndarray) -> np.ndarray:
-    """Return what NumPy picks; an int n stands for the first n rows."""
-    if batch is None:
-        return array
-    if isinstance(batch, int):
-        return array[:batch]
-    return array[batch] if isinstance(batch, (slice, np.ndarray)) else array[np.array(batch, np.int64)]
-
-
-@given(num_rows=st.integers(0, 200), world_size=st.integers(1, 17))
-@quick
-def test_rows_are_split_as_array_split_does(num_rows: int, world_size: int) -> None:
-    rows = np.arange(num_rows)
-    parts = [rows[low:high] for low, high in shard_bounds(num_rows, world_size)]
-    for part, expected in zip(parts, np.array_split(rows, world_size), strict=True):
-        np.testing.assert_array_equal(part, expected)
-
-
-@given(data=st.data(), num_rows=st.integers(0, 12))
-@quick
-def test_a_selection_is_what_numpy_picks(data: st.DataObject, num_rows: int) -> None:
-    batch = data.draw(batches(num_rows))
-    selection = select_rows(batch, num_rows, "'f'")
-    expected = picked_by(batch, np.arange(num_rows))
-    np.testing.assert_array_equal(selection.positions(), expected)
-    assert selection.positions().dtype == np.int64
-    assert selection.count == len(expected)
+from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds
+from synk._pure.shards import assign_owned, select_common
 
 
 def test_lengths_may_differ_where_the_batch_means_the_same_rows() -> None:
     assert select_common(None, [("x", 5), ("y", 5), ("z", 5)], "'f'").count == 5
     for batch in (3, slice(1, 3), [2, 0], slice(0, 4)):
         selection = select_common(batch, [("x", 6), ("y", 4)], "'f'")
-        np.testing.assert_array_equal(selection.positions(), picked_by(batch, np.arange(4)))
+        picked = np.arange(4)[slice(batch) if isinstance(batch, int) else batch]
+        np.testing.assert_array_equal(selection.positions(), picked)
 
 
 XY = [("x", 6), ("y", 4)]
@@ -102,36 +57,14 @@ def test_a_batch_that_names_no_rows_is_an_error_that_says_why(subtests: Any) -> 
         assign_owned([5], [3, 2], "'f'")
 
 
-# ----- rows that the ranks own
-
-
-def local_rows(assignment: Assignment, rank: int) -> np.ndarray:
-    """Return which rows of its own shard a rank works on, as the worker reads it."""
-    low, high = assignment.bounds[rank]
-    if assignment.local_indices is not None:
-        return assignment.local_indices[low:high]
-    start, step = assignment.local_ranges[rank]
-    return start + step * np.arange(high - low)
-
-
-lengths_of_shards = st.lists(st.integers(0, 5), min_size=1, max_size=5)
-
-
-@given(data=st.data(), lengths=lengths_of_shards)
-@quick
-def test_each_rank_takes_the_rows_it_owns(data: st.DataObject, lengths: list[int]) -> None:
-    """Oracle: the indices that NumPy picks, those of each owner kept in the caller's order."""
-    batch = data.draw(batches(sum(lengths)))
-    assignment = assign_owned(batch, lengths, "'f'")
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
-    wanted = picked_by(batch, np.arange(sum(lengths)))
-    for rank in range(len(lengths)):
-        mine = wanted[(edges[rank] <= wanted) & (wanted < edges[rank + 1])]
-        low, high = assignment.bounds[rank]
-        np.testing.assert_array_equal(local_rows(assignment, rank), mine - edges[rank])
-        np.testing.assert_array_equal(assignment.selection.positions()[low:high], mine)
-    assert assignment.bounds[-1][1] == len(wanted)
-    order = np.arange(len(wanted)) if assignment.order is None else assignment.order
-    back = np.empty_like(wanted)
-    back[order] = assignment.selection.positions()
-    np.testing.assert_array_equal(back, wanted)
+def test_every_element_is_in_one_part() -> None:
+    """Blocks are full but the last ones; edges of chunks lie on cache lines, of which ranks have as many."""
+    for count, num_parts, itemsize in itertools.product((0, 1, 7, 64, 65, 4097), (1, 3, 7, 64), (1, 2, 4, 8, 16)):
+        blocks, chunks = block_bounds(count, num_parts), chunk_bounds(count, itemsize, num_parts)
+        for parts in (blocks, chunks):
+            assert len(parts) == num_parts
+            np.testing.assert_array_equal(np.concatenate([np.arange(*part) for part in parts]), np.arange(count))
+        assert all(stop == count or stop - start == math.ceil(count / num_parts) for start, stop in blocks)
+        assert all(stop == count or stop * itemsize % LINE_NBYTES == 0 for _, stop in chunks)
+        lines = [math.ceil((stop - start) * itemsize / LINE_NBYTES) for start, stop in chunks]
+        assert max(lines) - min(lines) <= 1

@@ -1,18 +1,16 @@
-"""Time limits, short texts of the user's objects, and the generators of random numbers. No process."""
+"""Time limits, and short texts of the user's objects. No process."""
 
 from __future__ import annotations
 
 import decimal
 import fractions
 import math
-import random
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from synk._pure.generators import generator_states, restore_generators
 from synk._pure.limits import as_seconds, check_timeout, lock_s, poll_ms
 from synk._pure.texts import short_repr
 
@@ -53,10 +51,3 @@ def test_a_text_of_any_object_is_one_short_line(subtests: Any) -> None:
             assert "\n" not in text
     for value in (1, None, "text", [1, 2], {"a": (1, 2)}, 2.5, int):
         assert short_repr(value) == repr(value)
-
-
-def test_generators_go_on_where_they_were() -> None:
-    np.random.seed(1)  # NumPy imports its generators when they are first used
-    states = generator_states()
-    drawn = [(random.random(), float(np.random.random())) for _ in range(2) if restore_generators(states) is None]
-    assert drawn[0] == drawn[1]

@@ -15,46 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.names import named
+from support.rank_arrays import picked
 from support.seeds import seeds
-from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
-
-BATCHES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
-
-
-def serial(method: str, num_calls: int) -> list[Any]:
-    model = Model(LARGE)
-    return [copy.deepcopy(getattr(model, method)(None)) for _ in range(num_calls)]
-
-
-def combined(value: Any, op: str, num_ranks: int) -> Any:
-    """Return what ``op`` makes of equal values on all ranks."""
-    if isinstance(value, tuple):
-        return tuple(combined(part, op, num_ranks) for part in value)
-    if op == "sum":
-        return value * num_ranks
-    return np.concatenate([value] * num_ranks) if op == "gather" else value
-
-
-def assert_equal(got: Any, expected: Any) -> None:
-    if isinstance(expected, tuple):
-        assert len(got) == len(expected)
-        for mine, right in zip(got, expected):
-            assert_equal(mine, right)
-    else:
-        np.testing.assert_array_equal(got, expected)
-
-
-def test_submitted_calls_return_what_each_of_them_computed(subtests: Any, reused: Any) -> None:
-    num_workers, num_calls = 3, 6
-    rt = reused(num_workers)
-    for method, op in itertools.product(METHODS, ("avg", "sum", "max", "first", "gather")):
-        if op == "gather" and method == "twice":  # a number has no rows
-            continue
-        with subtests.test(method=method, op=op):
-            f = rt.function(getattr(Model(LARGE), method), outputs=op)
-            pending = [f.submit(np.ones(num_workers)) for _ in range(num_calls)]
-            for call, right in zip(pending, serial(method, num_calls), strict=True):
-                assert_equal(call.result(), combined(right, op, num_workers))
+from support.stateful import ARRAYS, KINDS, LARGE, SMALL, Box, stepper
 
 
 def test_each_rank_has_its_own_step(subtests: Any, reused: Any) -> None:
@@ -97,43 +60,48 @@ def test_each_slice_counts_with_what_it_returned(subtests: Any, shared_runtimes:
 
 # ----- any sequence
 
-
-class Reference:
-    """The functions in plain Python: what each rank returns for its rows, slice by slice."""
-
-    def __init__(self, num_ranks: int, size: int) -> None:
-        self.steps = [{kind: stepper(size, kind) for kind in KINDS} for _ in range(num_ranks)]
-
-    def __call__(self, kind: str, x: np.ndarray, batch: Any, num_slices: int) -> list[Any]:
-        rows = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
-        found: list[Any] = []
-        for steps, part in zip(self.steps, np.array_split(rows, len(self.steps)), strict=True):
-            pieces = np.array_split(part, min(num_slices, len(part)))
-            values = [copy.deepcopy(steps[kind](piece)) for piece in pieces]
-            found.append(values if num_slices > 1 else values[0])
-        return found
+BATCHES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
+OPS = ("avg", "sum", "max", "first", "gather")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+def expected(steps: list[Any], op: str | None, rows: np.ndarray, num_slices: int) -> Any:
+    """Return what a call gives whose ranks run ``steps``, in plain Python."""
+    parts = [np.array_split(part, min(num_slices, len(part))) for part in np.array_split(rows, len(steps))]
+    values = [[copy.deepcopy(step(piece)) for piece in pieces] for step, pieces in zip(steps, parts, strict=True)]
+    if op is None:
+        return values if num_slices > 1 else [value for (value,) in values]
+    return combined(op, [*itertools.chain(*values)], [len(piece) for piece in itertools.chain(*parts)])
+
+
+def combined(op: str, values: list[Any], rows: list[int]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(combined(op, list(outputs), rows) for outputs in zip(*values))
+    if op == "gather":
+        return np.concatenate(values)
+    if op == "avg":
+        return np.average(values, axis=0, weights=rows)
+    return values[0] if op == "first" else getattr(np, op)(values, axis=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("seed", seeds(2, 20))
 def test_any_sequence_of_calls_equals_plain_python(
     subtests: Any, shared_runtimes: Any, num_ranks: int, seed: int
 ) -> None:
     """Of functions that return their buffers, views, inputs and objects in all ways; results are kept to the end."""
     rt, rng = shared_runtimes[num_ranks], random.Random(f"{num_ranks} {seed}")
-    size = rng.choice([SMALL, LARGE // 2, LARGE])
-    functions = {kind: rt.function(named(kind, stepper(size, kind)), outputs=None) for kind in KINDS}
-    reference, results = Reference(num_ranks, size), list[tuple[str, Any, Any]]()
-    for _ in range(40):
-        kind, batch, num_slices = rng.choice(KINDS), rng.choice(BATCHES), rng.choice([1, 1, 2, 3])
+    size, results = rng.choice([SMALL, LARGE // 2, LARGE]), list[Any]()
+    cases = [*((kind, None) for kind in KINDS), *((kind, op) for kind in ARRAYS for op in rng.sample(OPS, 2))]
+    functions = [rt.function(named(kind, stepper(size, kind)), outputs=op) for kind, op in cases]
+    on_ranks = [[stepper(size, kind) for _ in range(num_ranks)] for kind, _ in cases]
+    for _ in range(60):
+        number, batch, num_slices = rng.randrange(len(cases)), rng.choice(BATCHES), rng.choice([1, 1, 2, 3])
         x = np.array([float(rng.randrange(9)) for _ in range(4)])
-        source = rt.data(x) if rng.random() < 0.5 else x
+        rows, source = picked(batch, x), rt.data(x) if rng.random() < 0.5 else x
         is_submitted = rng.random() < 0.6
-        call = functions[kind].submit if is_submitted else functions[kind]
+        call = functions[number].submit if is_submitted else functions[number]
         got = call(source, batch=batch, num_slices=num_slices)
-        results.append(
-            (kind, got.result if is_submitted else functools.partial(list, got), reference(kind, x, batch, num_slices))
-        )
-    for number, (kind, result, expected) in enumerate(results):
-        with subtests.test(kind, number=number):
-            np.testing.assert_equal(result(), expected)
+        results.append((cases[number], got, expected(on_ranks[number], cases[number][1], rows, num_slices)))
+    for number, (case, got, right) in enumerate(results):
+        with subtests.test(case=case, number=number):
+            np.testing.assert_equal(got.result() if hasattr(got, "result") else got, right)

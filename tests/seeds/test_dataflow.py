@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 import random
 from collections import defaultdict, deque
@@ -215,7 +214,3 @@ def test_what_a_step_is_given_and_returns() -> None:
     assert (found["sum"].tolist(), found["whole"]) == ([3, 3], [[1, 3], None])
     assert [each.name for each in step.trace] == ["multiply", "add", "sorted"]  # type: ignore[attr-defined]
     assert step.__doc__ == "Add." and found["same"] is x
-
-
-def test_the_example() -> None:
-    assert doctest.testmod(dataflow).failed == 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 from typing import Any, TypeAlias
 
 import hypothesis
 import hypothesis.strategies as st
-import ordering
 import pytest
 from ordering import schedule
 from support.seeds import examples
@@ -86,8 +86,9 @@ def test_what_has_no_order() -> None:
         schedule("dabc", {"a": "b", "b": "c", "c": "a", "d": "a"}, {}, {})
 
 
-def test_the_example() -> None:
-    assert doctest.testmod(ordering).failed == 0
+@pytest.mark.parametrize("name", ["dataflow", "ordering", "rules"])
+def test_the_examples(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def test_a_chain_longer_than_the_limit_of_recursion() -> None:

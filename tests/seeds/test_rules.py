@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
@@ -73,25 +72,21 @@ def test_a_rule_goes_the_way_of_torchs_optimizer(subtests: pytest.Subtests) -> N
 @pytest.mark.gpu
 def test_cupy_arrays(runtime: Callable[..., Any]) -> None:
     """In a worker, for CUDA keeps descriptors for the life of a process."""
-    runtime(1, backend="cupy").function(lambda row: check_cupy_arrays(), outputs=None)(np.ones(1))
 
+    def check(row: np.ndarray) -> None:
+        import cupy
 
-def check_cupy_arrays() -> None:
-    import cupy
+        for name in TWINS:
+            rule = getattr(rules, name)(weight_decay=0.1)
+            values = start("float32")
+            params = optree.tree_map(cupy.asarray, values)
+            state, expected_state = rule.init(params), rule.init(values)
+            for _ in range(3):
+                params, state = rule.step(params, gradient(params), state)
+                values, expected_state = rule.step(values, gradient(values), expected_state)
+            for leaf, expected in zip(optree.tree_leaves(params), optree.tree_leaves(values), strict=True):
+                assert isinstance(leaf, cupy.ndarray)
+                assert leaf.dtype == "float32"
+                np.testing.assert_allclose(leaf.get(), expected, rtol=1e-5)
 
-    for name in TWINS:
-        rule = getattr(rules, name)(weight_decay=0.1)
-        values = start("float32")
-        params = optree.tree_map(cupy.asarray, values)
-        state, expected_state = rule.init(params), rule.init(values)
-        for _ in range(3):
-            params, state = rule.step(params, gradient(params), state)
-            values, expected_state = rule.step(values, gradient(values), expected_state)
-        for leaf, expected in zip(optree.tree_leaves(params), optree.tree_leaves(values), strict=True):
-            assert isinstance(leaf, cupy.ndarray)
-            assert leaf.dtype == "float32"
-            np.testing.assert_allclose(leaf.get(), expected, rtol=1e-5)
-
-
-def test_the_example() -> None:
-    assert doctest.testmod(rules).failed == 0
+    runtime(1, backend="cupy").function(check, outputs=None)(np.ones(1))

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import synk
-from synk.errors import CollectiveMismatch
 
 WHY = "needs PyTensor: `make test EXTRA=pytensor` installs it"
 FLAGS = "cxx=,traceback__limit=0"
@@ -166,24 +165,6 @@ def test_constants_in_place_operations_and_messages_to_oneself(shared_runtimes: 
         np.testing.assert_array_equal(got, np.full((2, 2), 2 * (2 - rank)))
         np.testing.assert_array_equal(own, [0, 1, 2])
         assert receipts == [True, True]
-
-
-def test_what_cannot_be_ordered_is_refused() -> None:
-    pytensor, pt, send, _, mode = tools()
-    x = pt.vector("x", dtype="float64")
-    with pytest.raises(ValueError, match=r"got two of kind 'send' with tag .4, 1. and no order between them"):
-        pytensor.function([x], [send(x, 1, 4), send(x, 1, 4)], mode=mode)
-
-
-def test_a_receipt_that_is_left_out(shared_runtimes: Any) -> None:
-    def program(rank: int) -> Any:
-        pytensor, pt, send, recv, mode = tools()
-        x = pt.vector("x", dtype="float64")
-        send(x, 1, 1)
-        return pytensor.function([x], [x + recv((2,), "float64", 0, 1) if rank else x + 1], mode=mode)(np.ones(2))
-
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 left the function without sending it"):
-        on_ranks(shared_runtimes[2], program)
 
 
 def test_the_example() -> None:

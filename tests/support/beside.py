@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +10,12 @@ from typing import Any
 
 
 @contextmanager
-def beside(*actions: Callable[[], Any]) -> Iterator[None]:
-    """Repeat each action in a thread of its own while the body runs; raise what it raises."""
-    is_over, failures = threading.Event(), []
+def beside(*actions: Callable[[], Any], switch_s: float | None = None) -> Iterator[None]:
+    """Repeat each action in a thread of its own while the body runs; raise what it raises.
+
+    ``switch_s``: how long a thread has the interpreter before another gets it.
+    """
+    is_over, failures, usual_s = threading.Event(), [], sys.getswitchinterval()
 
     def repeat(action: Callable[[], Any]) -> None:
         try:
@@ -21,11 +25,13 @@ def beside(*actions: Callable[[], Any]) -> Iterator[None]:
             failures.append(error)
 
     threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
+    sys.setswitchinterval(switch_s or usual_s)
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
+        sys.setswitchinterval(usual_s)
         is_over.set()
         for thread in threads:
             thread.join()

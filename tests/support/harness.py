@@ -471,8 +471,8 @@ class Child:
         there, self._told = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads, Python 3.12
-            self._pid = os.fork()
-        if self._pid:
+            self.pid = os.fork()
+        if self.pid:
             os.close(there)
             return
         status = 1
@@ -491,7 +491,7 @@ class Child:
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._told)
-        assert os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) == 0, "the child failed"
+        assert os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) == 0, "the child failed"
 
 
 # ----- scenario scripts

@@ -100,15 +100,6 @@ def picked(batch: Any, array: np.ndarray) -> np.ndarray:
     return array[np.array(batch, int) if isinstance(batch, list) else batch]
 
 
-def accumulated(op: str, step: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, num_slices: int) -> np.ndarray:
-    """Return what a rank stores for ``updates=[(w, op)]``: ``step`` of each slice of its rows, accumulated."""
-    slices = [part for part in np.array_split(rows, num_slices) if len(part)] or [rows]
-    values = [np.asarray(step(part)) for part in slices]
-    if len(values) == 1:
-        return values[0]
-    return reduced(op, values, [len(part) for part in slices])
-
-
 def from_all_ranks(rt: Any, variable: Any) -> list[Any]:
     """Return each rank's value as its worker sees it."""
     values = rt.function(lambda: deque([variable.value]), outputs=None)()  # a deque is one object

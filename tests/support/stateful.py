@@ -1,4 +1,4 @@
-"""Functions that return memory which they use again, for workers to import: state changed in place, views, copies."""
+"""Functions that return memory which they use again: state changed in place, views, copies."""
 
 from __future__ import annotations
 
@@ -17,47 +17,6 @@ NUM_MANY = 6
 """Small outputs of half of ``LARGE`` that together exceed a slot."""
 
 
-class Model:
-    """State that is changed in place and returned: whole, as a view, several times, beside other things."""
-
-    def __init__(self, size: int) -> None:
-        self.w = np.ones(size)
-        self.view = self.w[:]
-
-    def __reduce__(self) -> Any:
-        return Model, (len(self.w),)  # a view of an array is no view any more when both have been pickled
-
-    def step(self, x: Any) -> Any:
-        self.w += 1.0
-        return self.w
-
-    def part(self, x: Any) -> Any:
-        self.w += 1.0
-        return self.view[1:]
-
-    def twice(self, x: Any) -> Any:
-        self.w += 1.0
-        return self.w, self.w[::-1], float(self.w[0]), self.view.reshape(-1, 1)
-
-    def many(self, x: Any) -> Any:
-        self.w += 1.0
-        return tuple(self.w[k : k + LARGE // 2] for k in range(NUM_MANY))
-
-    def kept(self, x: Any) -> Any:
-        """A new array each time, and a view of it is changed in the next call."""
-        self.view += 1.0
-        result = self.w = self.view * 1.0
-        self.view = result[:]
-        return result
-
-    def fresh(self, x: Any) -> Any:
-        self.w += 1.0
-        return self.w * 1.0
-
-
-METHODS = ("step", "part", "twice", "many", "kept", "fresh")
-
-
 @dataclasses.dataclass
 class Box:
     """An object that is no array and holds one."""
@@ -71,7 +30,9 @@ class Box:
         return isinstance(other, Box) and np.array_equal(self.value, other.value)
 
 
-KINDS = ("buffer", "views", "input", "many", "dict", "box")
+KINDS = ("buffer", "views", "many", "kept", "input", "dict", "box")
+ARRAYS = KINDS[:4]
+"""Those of which all outputs are arrays, and as long whatever the rows."""
 
 
 def stepper(size: int, kind: str) -> Callable[[Any], Any]:
@@ -79,7 +40,12 @@ def stepper(size: int, kind: str) -> Callable[[Any], Any]:
     buffer = np.zeros(size)
 
     def step(x: Any) -> Any:
-        buffer[:] += x.sum()
+        nonlocal buffer
+        buffer += x.sum()
+        if kind == "kept":  # a new array, of which a view is changed in the next call
+            result = buffer * 1.0
+            buffer = result[:]
+            return result
         if kind == "buffer":
             return buffer
         if kind == "views":

@@ -70,20 +70,25 @@ def test_a_call_that_changes_a_captured_module_ends_with_an_error(shared_runtime
 X = torch.ones(4, 2)
 
 
-def by_replicate(model: Any, runtime: Any) -> Callable[[], float]:
-    step = synk.torch.replicate(model, runtime=runtime).function(lambda model, x: model(x).mean(), trains=False)
-    return lambda: step(X).item()
+def by_replicate(model: Any, runtime: Any, settings: dict[str, float]) -> Callable[[], float]:
+    def step(model: Any, x: Any) -> Any:
+        loss = model(x).mean() + settings["shift"]
+        loss.backward()
+        return loss
+
+    run = synk.torch.replicate(model, runtime=runtime).function(step)
+    return lambda: run(X).item()
 
 
-def by_data_parallel(model: Any, runtime: Any) -> Callable[[], float]:
+def by_data_parallel(model: Any, runtime: Any, settings: dict[str, float]) -> Callable[[], float]:
     parallel = synk.torch.DataParallel(model, runtime=runtime)
-    return lambda: parallel(X).mean().item()
+    return lambda: parallel(X).mean().item() + settings["shift"]
 
 
 @pytest.mark.parametrize("way", [by_replicate, by_data_parallel])
 def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runtimes: Any, way: Any) -> None:
-    """Of the class of a part, with what they read; also on a worker that was started again."""
-    settings = {"scale": 1.0}
+    """Of the class of a part, with what they and the body read; also on a worker that was started again."""
+    settings = {"scale": 1.0, "shift": 0.0}
 
     class Part(torch.nn.Module):
         offset = 0.0
@@ -96,9 +101,10 @@ def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runti
             layer = torch.nn.Linear(2, 2)
             torch.nn.init.ones_(layer.weight)
             torch.nn.init.zeros_(layer.bias)
-            run, own = way(torch.nn.Sequential(layer, Part()), runtime), Part.forward
+            run, own = way(torch.nn.Sequential(layer, Part()), runtime, settings), Part.forward
             for settings["scale"] in (1.0, 2.0):
-                assert run() == 2 * settings["scale"]
+                for settings["shift"] in (1.0, 0.0):
+                    assert run() == 2 * settings["scale"] + settings["shift"]
             Part.offset = 10.0
             assert run() == 14.0
             if runtime.world_size == 2:
@@ -112,26 +118,17 @@ def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runti
 # ----- memory that several tensors share
 
 
-def _transposed(model: Any) -> None:
-    model[1].weight.data = model[0].weight.data.t()
-
-
-def _interleaved(model: Any) -> None:
-    table = torch.randn(4, 8)
-    model[0].weight.data, model[1].weight.data = table[:, :4], table[:, 4:]
-
-
 def test_tensors_that_overlap_are_refused_by_name(shared_runtimes: Any) -> None:
     rt, x = shared_runtimes[2], torch.randn(5, 4)
     made = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))  # noqa: E731
     model = made()
-    _transposed(model)
+    model[1].weight.data = model[0].weight.data.t()
     with pytest.raises(ValueError, match=r"got '.*' and '.*' that share memory .* the same Parameter"):
         synk.torch.replicate(model, runtime=rt)
     expected = model(x).detach()
     assert torch.allclose(synk.torch.DataParallel(model, runtime=rt)(x), expected, atol=1e-6)  # keeps no copies
-    model = made()
-    _interleaved(model)  # lie between each other and share nothing
+    model, table = made(), torch.randn(4, 8)
+    model[0].weight.data, model[1].weight.data = table[:, :4], table[:, 4:]  # lie between each other, share nothing
     expected = model(x).detach()
     run = synk.torch.replicate(model, runtime=rt).function(lambda model, x: model(x), trains=False, outputs="gather")
     assert torch.allclose(run(x), expected, atol=1e-6)

@@ -30,6 +30,7 @@ from trainings import (
     plain_step,
     rank_states,
     state_of,
+    step_and_schedule,
 )
 
 import synk
@@ -40,15 +41,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 DATA = batches(10, (9, 8, 7, 10))  # a batch norm wants two rows on each worker
 
 
-def step(model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any) -> Any:
-    loss = plain_step(model, optimizer, x, y)
-    scheduler.step()
-    return loss
-
-
 def step_with_draws(*args: Any) -> Any:
     """Draws from the generators of the worker's process, too."""
-    return step(*args) + random.random() + np.random.rand() + synk.comm.rng.random()
+    return step_and_schedule(*args) + random.random() + np.random.rand() + synk.comm.rng.random()
 
 
 def scaled_step(model: Any, optimizer: Any, scaler: Any, x: Any, y: Any) -> Any:
@@ -135,11 +130,11 @@ def test_another_number_of_workers_is_exact_without_random_numbers(
 ) -> None:
     make = lambda: build("spectral", "shared", "frozen")  # noqa: E731
     plain = make()
-    serial = [float(step(*plain, *rows).detach()) for rows in DATA][6:]
+    serial = [float(step_and_schedule(*plain, *rows).detach()) for rows in DATA][6:]
     for before, after in [(1, 2), (3, 2)]:
         with subtests.test(before=before, after=after):
             runtimes = shared_runtimes[before], shared_runtimes[after]
-            _, losses, _, states = goes_on(runtimes, make, step, tmp_path / "run.pt")
+            _, losses, _, states = goes_on(runtimes, make, step_and_schedule, tmp_path / "run.pt")
             assert differences(serial, losses, 1e-12) == []
             assert differences(state_of(plain), states[0], 1e-12) == []
             assert all(differences(states[0], other) == [] for other in states[1:])
@@ -151,7 +146,7 @@ def test_another_number_of_workers_is_exact_without_random_numbers(
 def test_a_file_holds_plain_values_and_loads_without_running_code(shared_runtimes: Any, tmp_path: Path) -> None:
     model, optimizer, scheduler = build(*ALL, "dropout")
     rep = synk.torch.replicate(model, optimizer, scheduler, runtime=shared_runtimes[2], seed=7)
-    rep.function(step)(*DATA[0])
+    rep.function(step_and_schedule)(*DATA[0])
     rep.save(tmp_path / "run.pt")
     assert os.listdir(tmp_path) == ["run.pt"]
     held = torch.load(tmp_path / "run.pt", weights_only=True)
@@ -181,7 +176,7 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(
     monkeypatch.chdir(tmp_path)
     model, optimizer, scheduler = build("dropout")
     rep = synk.torch.replicate(model, optimizer, scheduler, runtime=shared_runtimes[2])
-    rep.function(step)(*DATA[0])
+    rep.function(step_and_schedule)(*DATA[0])
     rep.save("good.pt")
     rep.pull()
     before = rank_states(rep)
@@ -204,7 +199,7 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(
 
 def test_the_state_of_other_objects_is_refused_and_changes_nothing(subtests: Any, shared_runtimes: Any) -> None:
     trained = synk.torch.replicate(*build(), runtime=shared_runtimes[2])
-    trained.function(step)(*DATA[0])
+    trained.function(step_and_schedule)(*DATA[0])
     state = trained.state_dict()
     model, optimizer, scheduler = build()
     wider = build()[0]
@@ -230,7 +225,7 @@ def test_state_dicts_are_copies_and_hold_what_the_program_has_sent(shared_runtim
     """Also the generators of the program, which go on."""
     model, optimizer, scheduler = build("dropout")
     rep = synk.torch.replicate(model, optimizer, scheduler, runtime=shared_runtimes[2])
-    run = rep.function(step)
+    run = rep.function(step_and_schedule)
     run(*DATA[0])
     with rep.here():
         optimizer.param_groups[0]["lr"] = 0.125
@@ -254,7 +249,7 @@ def test_a_load_brings_back_what_was_lost_with_all_workers(runtime: Callable[...
     rt = runtime(1)  # of its own: on another one the objects of other tests would be lost, too
     objects = build("dropout")
     rep = synk.torch.replicate(*objects, runtime=rt)
-    run = rep.function(step)
+    run = rep.function(step_and_schedule)
     run(*DATA[0])
     rep.pull()
     kept = copy.deepcopy(objects[0].state_dict())

@@ -341,18 +341,6 @@ def test_it_is_the_module_in_all_but_its_calls(shared_runtimes: Any) -> None:
 # ----- refused
 
 
-class Moments(torch.nn.Linear):
-    def forward(self, x: Any) -> Any:
-        return super().forward(x).mean(0)
-
-
-class WithLoss(torch.nn.Linear):
-    """Computes its loss itself, as the models of Hugging Face do where they are given labels."""
-
-    def forward(self, x: Any) -> Any:
-        return {"loss": super().forward(x).square().mean()}
-
-
 class Fragile(torch.nn.Linear):
     def forward(self, x: Any) -> Any:
         if (x > 1e6).any():
@@ -386,7 +374,8 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     parallel = lambda module, **options: synk.torch.DataParallel(module, runtime=rt, **options)  # noqa: E731
     model, bad = parallel(mlp()), torch.ones(8, 5)
     bad[7] = 1e7  # of the last rank
-    moments, fragile, loss = parallel(Moments(5, 2)), parallel(Fragile(5, 2)), parallel(WithLoss(5, 2))
+    fragile, moments = parallel(Fragile(5, 2)), parallel(Applied(lambda x, _: x.mean(0)))
+    loss = parallel(Applied(lambda x, _: {"loss": x.square().mean()}))  # as models of Hugging Face that get labels
     sparse = parallel(torch.nn.Embedding(4, 3, sparse=True))
     renormed = parallel(torch.nn.Embedding(4, 3, max_norm=0.5))
     normed = parallel(torch.nn.utils.spectral_norm(torch.nn.Linear(5, 2)))
@@ -398,7 +387,7 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "got tensors on meta, expected a module on the CPU": (
             synk.errors.UnsupportedError, lambda: parallel(mlp().to("meta"))
         ),
-        r"shape \(2,\) for \d rows of inputs.*a loss too.*synk\.torch\.replicate": (
+        r"shape \(5,\) for \d rows of inputs.*a loss too.*synk\.torch\.replicate": (
             ValueError, lambda: moments(torch.ones(8, 5))
         ),
         r"got a single number.*compute_loss_func.*synk\.torch\.replicate": (ValueError, lambda: loss(torch.ones(8, 5))),

@@ -5,7 +5,8 @@ The stand-in's arrays lie in the worker's own memory, so whatever is not sent do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from test_data_parallel import (  # noqa: F401
     test_training_is_that_of_plain_torch,
     test_workers_killed_between_forward_and_backward_are_not_missed,
 )
-from trainings import batches, mlp
+from trainings import Kept, batches, mlp
 
 import synk
 
@@ -28,27 +29,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Devices:
-    """Runtimes on devices, kept by ``reuse``: stand-ins, or the first GPU, which all ranks share."""
-
-    def __init__(self, kind: str, reuse: Callable[..., synk.Runtime]) -> None:
-        self._kind, self._reuse = kind, reuse
-        self._taken: dict[int, synk.Runtime] = {}
-
-    def __getitem__(self, num_workers: int) -> synk.Runtime:
-        if num_workers not in self._taken:
-            options: dict[str, Any] = {"max_restarts": 10**9, "backend": "cupy"}
-            if self._kind == "gpu":
-                make = lambda: synk.Runtime(devices=[0] * num_workers, **options)  # noqa: E731
-            else:
-                make = lambda: synk.Runtime(num_workers, **options)  # noqa: E731
-            self._taken[num_workers] = self._reuse((self._kind, "torch", num_workers), make)
-        return self._taken[num_workers]
-
-    def __call__(self, num_workers: int = 2) -> synk.Runtime:
-        return self[num_workers]
-
-
 @pytest.fixture(scope="module", params=["nccl", pytest.param("gpu", marks=pytest.mark.gpu)])
 def kind(request: pytest.FixtureRequest) -> str:
     """Of the module, so that the tests of one kind come one after the other and share its runtimes."""
@@ -56,16 +36,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def shared_runtimes(kind: str, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Devices]:
-    """Take the place of the fixture of CPU workers; reductions go by a stand-in for NCCL."""
-    if kind != "gpu":
-        fake_gpus.install(monkeypatch, 3, has_nccl=True)
-    yield Devices(kind, reuse)
+def shared_runtimes(kind: str, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Kept:
+    """Take the place of the fixture of CPU workers; reductions go by a stand-in for NCCL, or share the first GPU."""
+    if kind == "gpu":
+        return Kept(reuse, "gpu", lambda count, **options: synk.Runtime(devices=[0] * count, backend="cupy", **options))
+    fake_gpus.install(monkeypatch, 3, has_nccl=True)
+    return Kept(reuse, "nccl", functools.partial(synk.Runtime, backend="cupy"))
 
 
 @pytest.fixture
-def reused(shared_runtimes: Devices) -> Devices:
-    return shared_runtimes
+def reused(shared_runtimes: Kept) -> Callable[[int], synk.Runtime]:
+    return shared_runtimes.__getitem__
 
 
 def test_autocast_is_that_of_the_devices(shared_runtimes: Any) -> None:

@@ -119,11 +119,3 @@ def test_the_trainer_learns_as_in_one_process(shared_runtimes: Any, tmp_path: Pa
     for key, tensor in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[key], tensor, rtol=0, atol=1e-6), key
         assert torch.equal(saved.state_dict()[key], model.state_dict()[key]), key
-
-
-@pytest.mark.parametrize("build", [bert, gpt2], ids=["bert", "gpt2"])
-def test_a_loss_of_the_model_itself_is_refused(shared_runtimes: Any, tmp_path: Path, build: Any) -> None:
-    rows = texts(7) if build is bert else with_ignored(texts(7))
-    parallel = synk.torch.DataParallel(build(), runtime=shared_runtimes[2])
-    with pytest.raises(ValueError, match=r"got a single number.*compute_loss_func"):
-        trained(parallel, tmp_path, rows)

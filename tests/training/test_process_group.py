@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids
 from support.signs import say, sign
-from trainings import batches, differences, mlp, plain_step
+from trainings import Kept, batches, differences, mlp
 
 import synk
 from synk.cuda._devices import visible_gpus
@@ -25,8 +26,6 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 pytest.importorskip("torch.distributed.fsdp")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
@@ -36,23 +35,10 @@ DATA = batches(8, (12, 7, 5, 10))
 pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 
 
-class Kept:
-    """Runtimes for the tests of this file alone: the ranks keep the group, and then no loss is checked on trial."""
-
-    def __init__(self, reuse: Any) -> None:
-        self._reuse = reuse
-        self._taken: dict[int, synk.Runtime] = {}
-
-    def __getitem__(self, num_workers: int) -> synk.Runtime:
-        if num_workers not in self._taken:
-            make = lambda: synk.Runtime(num_workers, backend="numpy", max_restarts=10**9)  # noqa: E731
-            self._taken[num_workers] = self._reuse(("process group", num_workers), make)
-        return self._taken[num_workers]
-
-
 @pytest.fixture
 def shared_runtimes(reuse: Any) -> Kept:
-    return Kept(reuse)
+    """Take the place of others' runtimes: the ranks keep the group, and then no loss is checked on trial."""
+    return Kept(reuse, "process group", functools.partial(synk.Runtime, backend="numpy"))
 
 
 def each(rt: synk.Runtime, fn: Callable[..., Any], **options: Any) -> Any:
@@ -140,25 +126,15 @@ class Sharded:
             local = sum(parameter.to_local().numel() for parameter in model.parameters())
             return local, [parameter.full_tensor().detach() for parameter in model.parameters()]
 
-        def save(folder: str) -> None:
-            model, optimizer = get_state_dict(*parts())
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-
-        def load(folder: str) -> None:
-            state = dict(zip(("model", "optimizer"), get_state_dict(*parts())))
-            dcp.load(state, checkpoint_id=folder)
-            set_state_dict(*parts(), model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
         self.step = rt.function(step, framework="torch", outputs="avg")
         self.look = each(rt, look)
-        self.save, self.load = (each(rt, fn, bcast_inputs="folder") for fn in (save, load))
 
     def train(self, first: int, end: int) -> list[float]:
         return [float(self.step(*rows)) for rows in DATA[first:end]]
 
 
-def test_fsdp_is_training_in_one_process(shared_runtimes: Any, tmp_path: Path) -> None:
-    """With clipping, with rows that cannot be divided equally, and from a checkpoint of three ranks on two."""
+def test_fsdp_is_training_in_one_process(shared_runtimes: Any) -> None:
+    """With clipping, and with rows that cannot be divided equally."""
     expected, model = serial(8)
     for workers in (2, 3):
         sharded = Sharded(shared_runtimes[workers])
@@ -166,35 +142,6 @@ def test_fsdp_is_training_in_one_process(shared_runtimes: Any, tmp_path: Path) -
         sizes, found = zip(*sharded.look())
         assert max(sizes) < sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
         assert all(differences(list(model.parameters()), of_rank, 1e-12) == [] for of_rank in found)
-    before, after = Sharded(shared_runtimes[3]), Sharded(shared_runtimes[2])
-    assert differences(expected[:4], before.train(0, 4), 1e-12) == []
-    before.save(str(tmp_path / "parts"))
-    after.load(str(tmp_path / "parts"))
-    assert differences(expected[4:], after.train(4, 8), 1e-12) == []
-
-
-def test_ddp_on_the_group_is_training_in_one_process(subtests: Any, shared_runtimes: Any) -> None:
-    plain = mlp()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for rows in DATA[::3]:
-        plain_step(plain, optimizer, *rows)
-
-    def train(*rows: Any) -> Any:
-        model = torch.nn.parallel.DistributedDataParallel(mlp(), process_group=synk.torch.process_group())
-        optimizer, comm = torch.optim.Adam(model.parameters(), lr=0.01), synk.comm
-        for x, y in zip(rows[::2], rows[1::2]):  # all of this rank's, of batches of unequal length
-            optimizer.zero_grad()
-            first, end = (len(x) * place // comm.world_size for place in (comm.rank, comm.rank + 1))
-            loss = F.mse_loss(model(x[first:end]), y[first:end])
-            (loss * (end - first) * comm.world_size / len(x)).backward()
-            optimizer.step()
-        return [parameter.detach() for parameter in model.parameters()]
-
-    for workers in (2, 3):
-        with subtests.test(workers=workers):
-            run = each(shared_runtimes[workers], train, bcast_inputs=("rows",))
-            for found in run(*(part for rows in DATA[::3] for part in rows)):
-                assert differences(list(plain.parameters()), found, 1e-12) == []
 
 
 def test_parallel_layers_compute_what_plain_ones_do(shared_runtimes: Any) -> None:

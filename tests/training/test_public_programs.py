@@ -1,11 +1,12 @@
-"""Programs as others have published them, in plain torch and with synk: few lines differ, and the numbers are equal."""
+"""Programs as others have published them, in plain torch and with synk: few lines differ, and the numbers are equal.
+
+All run in this process, which has imported torch, and whose workers are forked. Demos run as programs of their own.
+"""
 
 from __future__ import annotations
 
 import difflib
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +15,21 @@ from typing import Any
 import pytest
 from trainings import differences
 
+import synk
+
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "demos" / "programs"
+FOLDER = Path(__file__).resolve().parents[2] / "demos" / "programs"
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute in one thread, as each worker does, and leave the settings as they were."""
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compute in one thread, here and in the workers, and leave the settings as they were."""
     before, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
+    synk.close()
     torch.set_num_threads(before)
     torch.set_default_dtype(dtype)
 
@@ -41,17 +45,11 @@ def test_a_published_program_with_few_changed_lines(
     plain, changed = ([line for line in path.read_text().splitlines() if line] for path in paths)
     spans = difflib.SequenceMatcher(None, plain, changed, autojunk=False).get_opcodes()
     assert sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in spans if tag != "equal") <= most
-    options = ("--double", "--dropout", "0", *options, "--save")
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", str(paths[1]), *options, "synk.pt"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as run:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(paths[0]), *options, "plain.pt"])
-        runpy.run_path(str(paths[0]), run_name="__main__")
-        printed_by_synk, _ = run.communicate(timeout=200)
-    assert capsys.readouterr().out == printed_by_synk != ""
-    assert differences(torch.load("plain.pt"), torch.load("synk.pt"), 1e-14) == []
+    monkeypatch.chdir(tmp_path)
+    printed = []
+    for path in paths:
+        monkeypatch.setattr(sys, "argv", [str(path), "--double", "--dropout", "0", *options, "--save", path.stem])
+        runpy.run_path(str(path), run_name="__main__")
+        printed.append(capsys.readouterr())
+    assert printed[0].out == printed[1].out != "" and printed[1].err == ""
+    assert differences(torch.load(name), torch.load(f"{name}_synk"), 1e-14) == []

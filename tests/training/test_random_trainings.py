@@ -58,10 +58,10 @@ class Program:
         return not {"number", "counter"} & {*self.features} and not {"new number", "buffer in place"} & kinds
 
     @staticmethod
-    def random(seed: int, *, kills: float) -> Program:
-        """Return the program of a seed; ``kills`` is the share of faults that cost the start of a worker."""
+    def random(seed: int) -> Program:
+        """Return the program of a seed."""
         rng = random.Random(seed)
-        workers = rng.choice((1, 2, 2, 2, 3)) if kills else rng.choice((1, 2, 2))
+        workers = rng.choice((1, 2, 2, 2, 3))
         features = tuple(each for each in (*ALL, "dropout") if rng.random() < (0.2 if each == "dropout" else 0.5))
         program = Program(seed, workers, features, rng.choice([*OPTIMIZERS]))
         for number in range(rng.randint(3, 7)):
@@ -69,15 +69,15 @@ class Program:
                 program.events.append((rng.choice([*CHANGES]), rng.random()))
             program.events.append(("step", number))
             if rng.random() < 0.4:
-                program.faults[number] = program._fault(rng, kills)
+                program.faults[number] = program._fault(rng)
         return program
 
-    def _fault(self, rng: random.Random, kills: float) -> tuple[str, str, int]:
+    def _fault(self, rng: random.Random) -> tuple[str, str, int]:
         rank = rng.randrange(self.workers)
-        if self.workers > 1 and rng.random() < kills:
+        if self.workers > 1 and rng.random() < 0.25:  # these cost the start of a worker
             action = rng.choice(("kill", "kill", "kill soon"))
             return rng.choice((*BEFORE, *AFTER_ALL)), action, rank
-        if rng.random() < 0.2 * bool(kills):
+        if rng.random() < 0.2:
             return rng.choice(BEFORE), "hang", rank
         if rng.random() < 0.3:
             return rng.choice(BEFORE), "interrupt", rank
@@ -232,8 +232,8 @@ CHANGES: dict[str, Callable[[Run, float], Any]] = {
 }
 
 
-def check(seed: int, runtime_of: Callable[[int], synk.Runtime], seen: Counter[str], *, kills: float) -> None:
-    program = Program.random(seed, kills=kills)
+def check(seed: int, runtime_of: Callable[[int], synk.Runtime], seen: Counter[str]) -> None:
+    program = Program.random(seed)
     seen.update((f"{program.workers} workers", program.optimizer, *program.features))
     rt = runtime_of(program.workers)
     disturbed = Run(program, rt, seen)
@@ -253,22 +253,15 @@ def check(seed: int, runtime_of: Callable[[int], synk.Runtime], seen: Counter[st
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_random_trainings(subtests: Any, reused: Callable[..., Any]) -> None:
-    seen, runtime_of = Counter[str](), functools.cache(reused)
-    for seed in (FIRST_SEED + number for number in (2, 3, 5, 6, 8, 9)):  # which meet steps of both kinds
-        with subtests.test(seed=seed):
-            check(seed, runtime_of, seen, kills=0.25)
-    assert seen["the step was repeated"] > 5 and seen["the step counted"] > 2
-
-
-@pytest.mark.storm
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_thousands_of_random_trainings(
-    subtests: Any, reused: Callable[..., Any], storm_count: Callable[[int], int]
+@pytest.mark.parametrize("in_storm", [False, pytest.param(True, marks=pytest.mark.storm)])
+def test_random_trainings(
+    subtests: Any, reused: Callable[..., Any], storm_count: Callable[[int], int], in_storm: bool
 ) -> None:
     seen, runtime_of = Counter[str](), functools.cache(reused)
-    for seed in range(FIRST_SEED, FIRST_SEED + int(os.environ.get("SYNK_TRAINING_COUNT", storm_count(2000)))):
-        with subtests.test(seed=seed):
-            check(seed, runtime_of, seen, kills=0.25)
-        if seed % 50 == 49:
+    count = int(os.environ.get("SYNK_TRAINING_COUNT", storm_count(2000)))
+    for number in range(count) if in_storm else (2, 3, 5, 6, 8, 9):  # which meet steps of both kinds
+        with subtests.test(seed=FIRST_SEED + number):
+            check(FIRST_SEED + number, runtime_of, seen)
+        if number % 50 == 49:
             print(dict(seen), flush=True)
+    assert seen["the step was repeated"] > 5 and seen["the step counted"] > 2

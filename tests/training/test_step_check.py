@@ -37,13 +37,6 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "class weights": (lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHTS), LABELS),
     "labels of -100": (lambda m, x, y: F.cross_entropy(m(x), y), IGNORED),
 }
-CURED: dict[str, Loss] = {
-    "sum": lambda m, x, y: synk.torch.total(F.mse_loss(m(x), y, reduction="sum")),
-    "class weights": lambda m, x, y: synk.torch.mean(
-        F.cross_entropy(m(x), y, weight=WEIGHTS, reduction="sum"), WEIGHTS[y].sum()
-    ),
-    "labels of -100": lambda m, x, y: synk.torch.mean(F.cross_entropy(m(x), y, reduction="sum"), (y != -100).sum()),
-}
 MEAN, SUM = LOSSES["mean"][0], LOSSES["sum"][0]
 
 
@@ -109,25 +102,6 @@ def test_told_and_verified_as_plain_torch_demands(subtests: Any, shared_runtimes
                     assert {output.verdict for output in report.outputs} <= {"equal", "different"}
 
 
-def test_what_the_text_names_cures_it(subtests: Any, shared_runtimes: Any) -> None:
-    for name, cured in CURED.items():
-        with subtests.test(loss=name):
-            loss, y = LOSSES[name]
-            plain = model_of()
-            expected = clipped_step(loss)(plain, torch.optim.Adam(plain.parameters(), lr=0.01), X, y)
-            rep = replicated(shared_runtimes[2], model_of())
-            step = rep.function(clipped_step(cured))
-            assert (
-                differences([each.detach() for each in expected], [each.detach() for each in step(X, y)], 1e-12) == []
-            )
-            for state in rank_states(rep):
-                assert (
-                    differences(dict(plain.state_dict()), {name: state[0][name] for name in plain.state_dict()}, 1e-7)
-                    == []
-                )
-            assert step.verify(X, y)
-
-
 def test_dropout_and_batch_norms_are_switched_off(subtests: Any, shared_runtimes: Any) -> None:
     """Also where the body calls ``train()`` itself."""
     for make, sync in product((lambda: nn.Dropout(0.5), lambda: nn.BatchNorm1d(8)), (False, True)):
@@ -179,8 +153,15 @@ def test_other_bodies(shared_runtimes: Any) -> None:
             parameter.grad = synk.comm.all_reduce(each.detach(), "avg")
         return MEAN(model, x, y)
 
+    cured: list[Loss] = [
+        lambda m, x, y: synk.torch.total(F.mse_loss(m(x), y, reduction="sum")),
+        lambda m, x, y: synk.torch.mean(((m(x) - y).square() * (y > 0)).sum(), (y > 0).sum()),
+    ]
+    for loss in cured:  # which the text about a wrong one names
+        assert replicated(rt, model_of()).function(clipped_step(loss)).verify(X, Y)
     rep = synk.torch.replicate(model_of(), runtime=rt)
     right = (
+        *(silent(loss) for loss in cured),
         silent(MEAN), synk.torch.replicate(model_of(), runtime=rt).function(by_func),
         rep.function(MEAN, trains=False), replicated(rt, model_of()).function(clipped_step(SUM), outputs="avg"),
     )  # fmt: skip

@@ -48,6 +48,25 @@ def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     return loss
 
 
+def step_and_schedule(model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any) -> Any:
+    """Take a step in the model's own dtype."""
+    dtype = next(model.parameters()).dtype
+    loss = plain_step(model, optimizer, x.to(dtype), y.to(dtype))
+    scheduler.step()
+    return loss
+
+
+class Kept(dict[int, synk.Runtime]):
+    """Runtimes of one kind, for the tests of one file alone, by their numbers of workers."""
+
+    def __init__(self, reuse: Callable[..., synk.Runtime], kind: str, make: Callable[..., synk.Runtime]) -> None:
+        self._take = lambda num_workers: reuse((kind, num_workers), lambda: make(num_workers, max_restarts=10**9))
+
+    def __missing__(self, num_workers: int) -> synk.Runtime:
+        self[num_workers] = self._take(num_workers)
+        return self[num_workers]
+
+
 class Shared(torch.nn.Module):
     """Uses one layer twice and its weight in another one, has a frozen parameter, one that no row uses, and one that
     only some rows use.
@@ -190,14 +209,24 @@ def with_a_penalty(model: Any, x: Any, y: Any, sums: Any) -> Any:
     return Square.apply(out - y).mean() + 0.1 * slope.square().mean()
 
 
+def of_all_pairs(model: Any, x: Any, y: Any, sums: Any) -> Any:
+    """A loss by how alike each row is to the rows of all ranks, and by its derivatives with respect to the rows."""
+    x = x.clone().requires_grad_()
+    codes = model(x)
+    energy = torch.tanh(codes @ sums.all_gather(codes).T).mean(1)
+    (slopes,) = torch.autograd.grad(energy.mean(), [x], create_graph=True)
+    return energy.mean() + ((len(x) * slopes) ** 2).sum(1).mean()
+
+
 LOSSES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "mean": lambda model, x, y, sums: F.mse_loss(model(x), y),
     "mean over some": mean_over_some,
     "sum": lambda model, x, y, sums: 0.1 * sums.total(F.mse_loss(model(x), y, reduction="sum")),
     "with a penalty": with_a_penalty,
+    "of all pairs": of_all_pairs,
 }
-PLAIN_SUMS = SimpleNamespace(mean=lambda total, count: total / count, total=lambda value: value)
-"""What a program without synk writes in the place of ``synk.torch.mean`` and ``synk.torch.total``."""
+PLAIN_SUMS = SimpleNamespace(mean=lambda total, count: total / count, total=lambda value: value, all_gather=lambda x: x)
+"""What a program without synk writes in the place of ``synk.torch.mean``, ``total`` and ``all_gather``."""
 
 WAYS = ("plain", "clipped", "two passes", "accumulated")
 """What a body does with the gradients."""

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
+from support.harness import Child
 
 from synk._pure.arrays import address_of
 from synk._wire.process_memory import let_siblings_read, read_memory
 
-CHILD = """
-import sys, numpy as np
-from synk._pure.arrays import address_of
-array = np.arange(3_000_000)
-print(address_of(array), flush=True)
-sys.stdin.read()
-"""
 
-
-@pytest.fixture
-def other() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Return a process, and the address of three million numbers in it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", CHILD]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as process:
-        assert process.stdout is not None
-        yield process, int(process.stdout.readline())
-        process.kill()
-
-
-def test_the_memory_of_another_process(other: tuple[subprocess.Popen[str], int]) -> None:
+def test_the_memory_of_another_process() -> None:
     """Wherever the target lies in its page: a little ahead of the source it is filled piece by piece."""
-    process, address = other
-    for ahead in (0, 1, 16, 63, 64, 2048, 4095):
-        memory = np.zeros(2_000_003 + 4096, np.uint8)
-        start = (address + 8 + ahead - address_of(memory)) % 4096
-        found = memory[start : start + 2_000_003]
-        assert read_memory(process.pid, address + 8, found)
-        np.testing.assert_array_equal(found, np.arange(1, 250_003).view(np.uint8)[: found.size])
-        assert not memory[:start].any() and not memory[start + found.size :].any()
-    process.kill()
-    process.wait()
-    assert not read_memory(process.pid, address, np.empty(8, np.uint8))
+    numbers = np.arange(3_000_000)
+    address, expected = address_of(numbers) + 8, numbers[1:250_002].view(np.uint8)[:2_000_003].copy()
+    with Child(lambda: None) as child:
+        numbers[:] = 0  # in this process alone
+        for ahead in (0, 1, 16, 63, 64, 2048, 4095):
+            memory = np.zeros(len(expected) + 4096, np.uint8)
+            start = (address + ahead - address_of(memory)) % 4096
+            found = memory[start : start + len(expected)]
+            assert read_memory(child.pid, address, found)
+            np.testing.assert_array_equal(found, expected)
+            assert not memory[:start].any() and not memory[start + len(found) :].any()
+    assert not read_memory(child.pid, address, np.empty(8, np.uint8)), "it has ended"
 
 
 def test_this_process_and_an_address_where_nothing_is() -> None:

@@ -5,52 +5,20 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import sys
-import threading
+import resource
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import descriptors, mapped_memfds, pids, script
+from support.beside import beside
+from support.harness import descriptors, mapped_memfds, pids
 from support.rank_arrays import assert_same
 
 import synk
 from synk._wire import memory
 from synk.errors import SharedMemoryError
-
-
-def test_dropping_a_variable_gives_its_memory_back_after_the_next_call(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
-    workers = pids(rt)
-
-    def held() -> tuple[int, int, list[int]]:
-        return len(mapped_memfds()), sum(descriptors().values()), [len(mapped_memfds(pid)) for pid in workers]
-
-    def use(nbytes: int) -> None:
-        w = rt.shared(np.zeros(nbytes // 8))
-        x = rt.shared(np.zeros(nbytes // 8), sharded=True)
-
-        def touch(rows: np.ndarray) -> float:
-            w.value = w.value + 1
-            return rows.sum() + x.value.sum()
-
-        f = rt.function(touch)
-        f(np.ones(4))
-        w.value = np.zeros(nbytes // 4)
-        f(np.ones(4))
-        x.value = np.zeros(nbytes // 4)
-
-    ping = rt.function(lambda rows: rows.sum(), outputs="sum")
-    use(1 << 20)
-    gc.collect()
-    ping(np.ones(2))
-    before = held()
-    use(1 << 20)
-    gc.collect()
-    ping(np.ones(2))
-    assert held() == before
 
 
 def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes: Any) -> None:
@@ -86,46 +54,27 @@ def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes:
         assert_same([w[rank][0] for rank in range(3)], [7.0 + count * rank for rank in range(3)])
 
 
-def test_variables_come_and_go_in_another_thread_while_calls_run(
-    reused: Callable[..., Any],
-) -> None:
-    rt = reused(2)
+def test_variables_come_and_go_in_another_thread_while_calls_run(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
     count = rt.shared(0)
 
     def add(x: np.ndarray) -> float:
         count.value = count.value + 1
         return x.sum()
 
-    f = rt.function(add, outputs="sum")
-    failures: list[BaseException] = []
-
     def make() -> None:
-        try:
-            for k in range(60):
-                kept = [rt.shared(np.full(3, k)) for _ in range(3)]
-                np.testing.assert_array_equal(kept[k % 3].value, np.full(3, k))
-        except BaseException as error:
-            failures.append(error)
+        kept = [rt.shared(np.full(3, k)) for k in range(3)]
+        assert_same([each.value for each in kept], [np.full(3, k) for k in range(3)])
 
-    maker = threading.Thread(target=make)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        maker.start()
-        calls = 0
-        while maker.is_alive():
-            assert f(np.ones(4)) == 4
-            calls += 1
-    finally:
-        sys.setswitchinterval(interval)
-        maker.join()
-    assert not failures
-    assert_same(synk.gather(count), np.full(2, calls))
+    f = rt.function(add, outputs="sum")
+    with beside(make, switch_s=1e-5):
+        assert [f(np.ones(4)) for _ in range(100)] == [4.0] * 100
+    assert_same(synk.gather(count), np.full(2, 100))
 
 
 @pytest.mark.parametrize("num_steps", [150, pytest.param(1000, marks=pytest.mark.storm)])
 def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps: int) -> None:
-    """Descriptors, mappings and private memory, in the master and in the workers."""
+    """Descriptors, mappings and private memory, in the master and in the workers; with variables and data that go."""
     rt = runtime(2)
     params = rt.shared({"w": np.zeros((64, 8)), "b": np.zeros(8)})
     total = rt.shared(0.0)
@@ -140,13 +89,27 @@ def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps
         params.value = {"w": old["w"] - gradient, "b": old["b"] + grown.sum()}
         return old["w"].sum(), x
 
-    f = rt.function(step, outputs=("avg", "gather"))
+    f, last = rt.function(step, outputs=("avg", "gather")), rt.function(lambda x: x[-1], outputs="max")
+
+    def use_and_drop(size: int) -> None:
+        w, rows = rt.shared(np.zeros(size)), rt.shared(np.zeros(size), sharded=True)
+
+        def touch(x: np.ndarray) -> float:
+            w.value = w.value + 1
+            return x.sum() + rows.value.sum()
+
+        rt.function(touch)(np.ones(4))
+        w.value = rows.value = np.zeros(2 * size)
+        assert last(rt.data(np.full(4 * size, 7.0))) == 7.0
 
     def run(count: int) -> tuple[Any, ...]:
         for k in range(count):
+            if k % 10 == 0:
+                use_and_drop(1 << 17)
             f(x, batch=slice(k % 7, None))
             synk.all_reduce(params)
             total.value = total.value
+        gc.collect()
         memory = rt.function(saboteurs.anonymous_kb, outputs=None)()
         places = [(sum(descriptors(pid).values()), len(mapped_memfds(pid))) for pid in ("self", *workers)]
         return memory, saboteurs.anonymous_kb(), places
@@ -160,19 +123,14 @@ def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps
     assert_same(params.value["w"], np.full((64, 8), -30.0 - num_steps), is_rounded=True)
 
 
-def test_a_variable_for_which_there_is_no_memory_is_refused() -> None:
-    script(
-        """
-        import resource
-        rt = synk.fork(1, backend="numpy")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, 1 << 22))
-        try:
+def test_a_variable_for_which_there_is_no_memory_is_refused(shared_runtimes: Any) -> None:
+    rt, usual = shared_runtimes[1], resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, usual[1]))
+    try:
+        with pytest.raises(SharedMemoryError, match="cannot allocate a shared segment"):
             rt.shared(np.ones(1 << 20))
-        except synk.errors.SharedMemoryError as error:
-            print(str(error).partition(":")[0])
-        rt.close()
-        """
-    ).check("cannot allocate a shared segment\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def test_memory_of_a_rank_that_cannot_be_mapped_here_is_let_go_of(
