@@ -70,16 +70,17 @@ def resident_nbytes() -> int:
         return 0
 
 
-def is_importing(frame: FrameType | None, outermost: CodeType) -> bool:
-    """Whether the action that a frame belongs to is importing a module.
+def must_go_on(frame: FrameType | None, outermost: CodeType) -> bool:
+    """Whether the action that a frame belongs to is importing a module, or runs a finalizer.
 
     A library of compiled code that is broken off while it is imported cannot be imported again in the same process
     (torch then ends it, or stays without some of its names). So the import is done to its end. If that takes too long,
     the program kills this process, and a new one can import it. An import that the ``outermost`` code of an action
-    itself runs in, as in a frozen program, does not count.
+    itself runs in, as in a frozen program, does not count. What a finalizer raises is lost, and what it was to release
+    stays.
     """
     while frame is not None and frame.f_code is not outermost:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>" or frame.f_code.co_name == "__del__":
             return True
         frame = frame.f_back
     return False

@@ -26,7 +26,7 @@ from synk._rank.outputs import RankDestination, RankReduction
 from synk._rank.pages import own_bytes
 from synk._rank.peers import Peers
 from synk._rank.pickling import dumps
-from synk._rank.process import drop_frames, is_importing
+from synk._rank.process import drop_frames, must_go_on
 from synk._rank.received import Received
 from synk._rank.residents import Changes, RankResidents
 from synk._rank.settings import Settings
@@ -410,14 +410,14 @@ class Rank:
             raise Interrupted
 
     def on_interrupt(self, frame: Any) -> bool:
-        """Act on a SIGINT. Return False if it must come again, because a module is being imported."""
+        """Act on a SIGINT. Return False if it must come again: a module is being imported, or a finalizer runs."""
         # The word says which calls are meant: a signal that comes late must not end a later call.
         if not self.running or self.running > self._own_down[_INTERRUPT]:
             return True
         if self._is_shielded:
             self._num_deferred += 1
             return True
-        if is_importing(frame, Rank.answer.__code__):
+        if must_go_on(frame, Rank.answer.__code__):
             return False
         self.interrupt()
         return True

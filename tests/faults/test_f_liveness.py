@@ -10,14 +10,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import saboteurs
 from support.harness import assert_right, pids, replaced_workers, same_workers, script
+from support.signs import hear, say, sign
 
-from synk.errors import CallTimeout
+from synk.errors import CallCancelled, CallTimeout
 
 Fork = Callable[..., Any]
 
@@ -101,6 +103,30 @@ def test_F1_an_import_is_not_broken_off(runtime: Fork, tmp_path: Any, monkeypatc
             with pytest.raises(CallTimeout):
                 f(np.arange(4), timeout=0.3)
         assert f(np.arange(2)) == 2 + 2 * len("not_twice")
+
+
+def test_D1_a_finalizer_is_not_broken_off(runtime: Fork, tmp_path: Path) -> None:
+    """What it raises is lost, and what it was to release stays."""
+    begun, closed = sign(tmp_path / "begun"), tmp_path / "closed"
+
+    class Closer:
+        def __del__(self) -> None:
+            say(begun)
+            time.sleep(0.5)
+            closed.touch()
+
+    def use(row: np.ndarray) -> None:
+        Closer()
+        saboteurs.loop_for_ever()
+
+    rt = runtime(2)
+    with same_workers(rt):
+        pending = rt.function(use, outputs=None).submit(np.arange(1))
+        hear(begun)
+        rt.interrupt()
+        with pytest.raises(CallCancelled):
+            pending.result()
+    assert closed.exists()
 
 
 # ----- what workers write and read
