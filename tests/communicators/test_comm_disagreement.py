@@ -55,6 +55,7 @@ TAKE_AN_ARRAY = (
     *("all_to_all({})", "broadcast({})", "all_gather({})", "all_gather({}, 0)", "all_reduce({}, 'max')"),
     *("reduce({}, 'max')", "reduce_scatter({}, 'max')"),
 )
+UNSUPPORTED = {"str1024": "U32", "datetime64[D]": "M8[D]", "void64": "i4,f4"}
 OUT_SHAPES: dict[str, Callable[[int, int], Any]] = {
     "all_reduce": lambda length, size: (length,),
     "broadcast": lambda length, size: (length,),
@@ -108,11 +109,6 @@ REFUSED: list[tuple[type[Exception], str, str]] = [
     (ValueError, "out", "all_reduce(x(2), out=x(3), async_op=True)"),
     (TypeError, "positional", "recv(0, 1, x(5))"),
     (TypeError, "positional", "irecv(0, 1, x(5))"),
-    *(
-        (UnsupportedError, f"dtype {name!r}".replace("[", r"\["), program.format(f"x(1).astype({dtype!r})"))
-        for name, dtype in (("str1024", "U32"), ("datetime64[D]", "M8[D]"), ("void64", "i4,f4"))
-        for program in TAKE_AN_ARRAY
-    ),
     *(  # MPI's first argument is a buffer: nothing would fill it
         (error, r"cannot recv: got peer=.*int from 0 to \d\. .*out=array", f"{verb}({peer}, 1)")
         for verb in ("recv", "irecv")
@@ -145,6 +141,17 @@ def test_what_has_no_meaning_is_refused_and_not_started(at: Any, place: Any, sub
             with subtests.test(case=f"{number}: {words}", rank=rank):
                 assert name == error.__name__
                 assert re.search(words, said)
+
+
+def test_errors_of_dtypes_name_the_dtype(at: Any) -> None:
+    """On one rank, because only the root looks at what it scatters."""
+
+    def body(comm: Any) -> None:
+        for (name, dtype), program in itertools.product(UNSUPPORTED.items(), TAKE_AN_ARRAY):
+            with pytest.raises(UnsupportedError, match=re.escape(f"dtype {name!r}")):
+                do(comm, program.format(f"x(1).astype({dtype!r})"))
+
+    on_each(at(0), body)
 
 
 def test_an_out_that_does_not_fit_is_refused(at: Any, subtests: Any) -> None:
