@@ -482,6 +482,8 @@ def main() -> None:
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write the table between the marks of a page")
     parser.add_argument("--kind", choices=known, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if options.kind:
         run_kind(options.kind, options.count, options.workers, options.seed, over_nodes=options.nodes)
         return
