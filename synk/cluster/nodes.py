@@ -353,8 +353,11 @@ class Node:
                     getattr(self, f"_{name}")(*what)
 
     def _has_ended(self) -> bool:
-        fd = self.process.pidfd
-        return fd < 0 or bool(select.select([fd], [], [], 0)[0])
+        if self.process.pidfd < 0:
+            return True
+        poll = select.poll()  # ``select`` takes no descriptor above 1023
+        poll.register(self.process.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def kill(self) -> None:
         """End an agent that does not answer."""

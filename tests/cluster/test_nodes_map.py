@@ -177,9 +177,9 @@ def test_messages_that_meet_on_their_way(reused: Any, tmp_path: Path, monkeypatc
 def test_whatever_dies_results_are_right_as_far_as_they_come(
     reused: Any, tmp_path: Path, storm_count: Callable[[int], int], subtests: Any
 ) -> None:
+    runtimes = reused("1+3"), reused("2+2")
     for seed in range(storm_count(8)):
-        rng = random.Random(seed)
-        rt = reused(("1+3", "2+2")[seed % 2])
+        rng, rt = random.Random(seed), runtimes[seed % 2]
         length, size = rng.randrange(1, 60), rng.choice([None, 1, 2, 7])
         fatal, fault = rng.randrange(length), rng.choice(["in an item", *_FAULTS])
         with subtests.test(case=f"{seed}: {fault} at {fatal} of {length}"):

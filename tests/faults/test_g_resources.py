@@ -192,6 +192,29 @@ def test_G3_few_descriptors() -> None:
 
 
 @pytest.mark.own_start
+def test_G3_numbers_above_those_that_select_takes() -> None:
+    script("""
+        import resource, signal, warnings
+        from support.harness import assert_right
+        from synk.errors import WorkerDied
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the restart
+        for placed in ({"num_workers": 2}, {"num_workers": [1, 1], "cluster": "here", "nodes": 2}):
+            with synk.Runtime(backend="numpy", **placed) as rt:
+                assert_right(rt)
+                rt.map(lambda n: n + 1, [1]).close()
+                os.kill(rt._session.by_rank[0].process.pid, signal.SIGKILL)  # of nodes, an agent
+                try:
+                    assert_right(rt)
+                except WorkerDied:
+                    pass
+                assert_right(rt)
+    """).check()
+
+
+@pytest.mark.own_start
 def test_G4_little_address_space() -> None:
     script("""
         import resource
