@@ -13,6 +13,7 @@ import numpy as np
 
 from synk._code.culprits import culprit_in
 from synk._engine.data import Contents
+from synk._pure.interrupts import raised_by_handler
 from synk._pure.nested import PLAIN_TYPES, Container, Restored
 from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
@@ -140,6 +141,8 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
         pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
         pickler.dump(tuple(values))
     except Exception as error:
+        if raised_by_handler(error) is not None:
+            raise
         for label, value in zip(labels, values):
             try:
                 dumps(value)

@@ -129,6 +129,22 @@ def _stand_in(signum: int, frame: FrameType | None) -> None:
         gate.hold()
 
 
+def raised_by_handler(error: BaseException | None) -> BaseException | None:
+    """Return ``error`` or what has caused it if a handler of a signal has raised that.
+
+    The code that the signal has broken off, such as the pickling rule of an object, is not at fault then.
+    """
+    codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    while error is not None:
+        at = error.__traceback__
+        while at is not None:
+            if at.tb_frame.f_code in codes:
+                return error
+            at = at.tb_next
+        error = error.__cause__
+    return None
+
+
 class holding:
     """Hold Ctrl-C back while the body runs, but not where it waits (:func:`waiting`).
 

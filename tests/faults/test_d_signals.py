@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import os
 import pty
@@ -324,6 +325,55 @@ def test_D1_D4_D11_storm_of_interrupts(name: str, storm_count: Count) -> None:
     count = storm_count(100 if name == "SIGINT" else 40)
     code = f"SIGNAL, COUNT = {int(getattr(signal, name))}, {count}\n{textwrap.dedent(STORM)}"
     script(code, timeout=60 + count).check("", stderr=None)
+
+
+def test_D4_a_handler_raises_while_something_is_pickled(
+    reused: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """It comes out as itself, nobody is blamed, and the next time what was to be sent arrives."""
+    (tmp_path / "struck_module.py").write_text("held = None\ndef name(): return type(held).__name__\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("struck_module")
+
+    class Mine(Exception):
+        pass
+
+    class Struck:
+        def __reduce__(self) -> Any:
+            if strikes and strikes.pop():
+                signal.raise_signal(signal.SIGUSR1)
+            return Struck, ()
+
+    def handler(*_: object) -> None:
+        raise Mine
+
+    rt, strikes, held = reused(2), [True], dict[str, Any]()
+    by_name = rt.function(lambda x: module.name(), outputs="first")
+    in_dict = rt.function(lambda x: type(held.get("k")).__name__, outputs="first")
+    passed = rt.function(lambda blob, x: type(blob).__name__, bcast_inputs="blob", outputs="first")
+
+    def captures(struck: Struck) -> str:
+        return str(rt.function(lambda x: type(struck).__name__, outputs="first")(X))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for way in (
+            lambda: captures(Struck()),
+            lambda: (held.update(k=held.get("k") or Struck()), in_dict(X))[1],
+            lambda: (setattr(module, "held", module.held or Struck()), by_name(X))[1],
+            lambda: passed(Struck(), X),
+            lambda: next(iter(rt.map(lambda struck: type(struck).__name__, [Struck()]))),
+        ):
+            assert (in_dict(X), by_name(X)) == tuple(type(each).__name__ for each in (held.get("k"), module.held))
+            strikes[:] = [True]
+            with subtests.test(way=way):
+                with pytest.raises(Mine):
+                    way()
+                assert not strikes and way() == "Struck"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        sys.modules.pop("struck_module")
+    assert_right(rt)
 
 
 MASTER_ENDS = {
