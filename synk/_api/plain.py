@@ -23,7 +23,7 @@ from synk._engine.callee import Callee
 from synk._engine.data import Data
 from synk._engine.rows import select
 from synk._engine.shared import Shared
-from synk._pure.interrupts import waiting
+from synk._pure.interrupts import raise_if_of_handler, waiting
 from synk._pure.nested import build, take_apart
 from synk._pure.shards import Selection
 from synk._pure.sparse import is_csr
@@ -76,6 +76,7 @@ def _called(callee: Callee, scattered: ScatteredArguments, batch: Any, *, has_ar
     except NotComparable:
         raise
     except Exception as error:
+        raise_if_of_handler(error)
         text = f"{type(error).__name__}: {str(error).rstrip('.')}"
         raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
     list(map(as_plain, copy.handles))
@@ -85,6 +86,7 @@ def _called(callee: Callee, scattered: ScatteredArguments, batch: Any, *, has_ar
     except ReentrancyError:
         raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
     except Exception as error:
+        raise_if_of_handler(error)
         raise Failed(f"The plain function raised {type(error).__name__}: {error}, and the call did not.") from error
     leaves, structure = flatten(copy.with_own_classes(result))
     return unflatten(structure, leaves if out_of is None else list(map(out_of, leaves)))

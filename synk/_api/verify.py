@@ -27,6 +27,7 @@ from synk._pure.comparison import (
     fitting_ops,
     is_same,
 )
+from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.ops import OPS, Op
 from synk._wire.apart import Quiet
 from synk.errors import SerializationError
@@ -155,6 +156,7 @@ def _copied(function: Any) -> PlainCopy:
     try:
         return copied(callee.fn)
     except Exception as error:
+        raise_if_of_handler(error)
         raise SerializationError(
             f"cannot verify {callee.name!r}: it cannot be copied ({type(error).__name__}: {error}), expected objects "
             "that can be pickled. Compare a call with f.serial(...) yourself."

@@ -48,7 +48,7 @@ from synk._code.modules import (
 from synk._code.packing import Address, ComesApart, ComesFirst, PartsPickler, SharedBytes
 from synk._code.parcels import Host, Node, Parcel, Shelf, end_captures
 from synk._code.trees import Tree
-from synk._pure.interrupts import raised_by_handler
+from synk._pure.interrupts import raise_if_of_handler
 from synk._wire.memory import Segment
 from synk._wire.parcels import BY_VALUE, Absent
 
@@ -210,7 +210,8 @@ class Book(Shelf):
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
         except Exception as error:
             facet.forget(change)
-            if isinstance(error, MemoryError) or raised_by_handler(error) is not None:
+            raise_if_of_handler(error)
+            if isinstance(error, MemoryError):
                 raise
             if not (self.is_located(node) or node.parcel.is_optional):
                 what = f"{change.key!r} ({type(change.value).__name__})"

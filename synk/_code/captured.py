@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from synk._code.culprits import culprit_in, named_by, place_of
 from synk._code.handles import HandlePickler
 from synk._processes.output import warn_at_users_line
-from synk._pure.interrupts import raised_by_handler
+from synk._pure.interrupts import raise_if_of_handler
 from synk.errors import SerializationError
 
 
@@ -94,8 +94,7 @@ def check_captured(name: str, options: dict[str, Any]) -> Captured:
 
 def unsendable(names: str, fn: Any, error: Exception) -> SerializationError:
     """Return the error for a function that cannot be pickled. What a handler of a signal has raised is raised here."""
-    if (of_handler := raised_by_handler(error)) is not None:
-        raise of_handler
+    raise_if_of_handler(error)
     return SerializationError(
         f"cannot send {names} to the workers: {_culprit_of(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
         "Make such an object inside the function, or pass what it needs as an argument."

@@ -13,7 +13,7 @@ import numpy as np
 
 from synk._code.culprits import culprit_in
 from synk._engine.data import Contents
-from synk._pure.interrupts import raised_by_handler
+from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.nested import PLAIN_TYPES, Container, Restored
 from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
@@ -141,8 +141,7 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
         pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
         pickler.dump(tuple(values))
     except Exception as error:
-        if raised_by_handler(error) is not None:
-            raise
+        raise_if_of_handler(error)
         for label, value in zip(labels, values):
             try:
                 dumps(value)
@@ -190,6 +189,7 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
     try:
         return dumps(nests)
     except Exception as error:
+        raise_if_of_handler(error)
         raise SerializationError(
             f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "
             "and classes of nested arguments must be picklable."

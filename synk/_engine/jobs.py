@@ -22,7 +22,7 @@ from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
 from synk._engine.pool import Pool
 from synk._engine.session import refuse_limit
-from synk._pure.interrupts import raised_by_handler
+from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
 from synk._wire.looks import ITEM_BITS
@@ -329,8 +329,7 @@ class MapJob(Job):
                 try:
                     items.append(self._packed(item))
                 except Exception as error:
-                    if raised_by_handler(error) is not None:
-                        raise
+                    raise_if_of_handler(error)
                     unsent = self._unsendable(item, len(items), error)
                     break
                 nbytes += _nbytes_of(items[-1])

@@ -18,6 +18,7 @@ from typing import Any
 
 from synk._code.handles import HandlePickler
 from synk._engine.things import Living, Once, Thing
+from synk._pure.interrupts import raise_if_of_handler
 from synk._wire.memory import Segment
 from synk._wire.residents import COUNTED, TORN, methods_of
 from synk.errors import SerializationError, WorkerDied, add_note
@@ -82,6 +83,7 @@ class ResidentObject(Thing):
             pickler = HandlePickler(file)
             pickler.dump((value, dump, load))
         except Exception as error:
+            raise_if_of_handler(error)
             raise SerializationError(
                 f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. Make it of what can be pickled."
@@ -229,6 +231,7 @@ class Residents(Living[ResidentObject]):
         try:
             return pickle.loads(data)
         except Exception as error:
+            raise_if_of_handler(error)
             raise SerializationError(
                 f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."
             ) from error

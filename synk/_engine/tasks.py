@@ -10,7 +10,7 @@ from typing import Any
 from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Rules, waiting
 from synk._engine.jobs import Job
-from synk._pure.interrupts import raised_by_handler
+from synk._pure.interrupts import raise_if_of_handler
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
 
@@ -91,8 +91,7 @@ class Tasks(Job):
         try:
             items = [self._packed(each) for each in calls]
         except Exception as error:
-            if raised_by_handler(error) is not None:
-                raise
+            raise_if_of_handler(error)
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
             ) from error

@@ -129,20 +129,21 @@ def _stand_in(signum: int, frame: FrameType | None) -> None:
         gate.hold()
 
 
-def raised_by_handler(error: BaseException | None) -> BaseException | None:
-    """Return ``error`` or what has caused it if a handler of a signal has raised that.
+def raise_if_of_handler(raised: Exception) -> None:
+    """Raise an exception again, or what has caused it, if a handler of a signal has raised that.
 
-    The code that the signal has broken off, such as the pickling rule of an object, is not at fault then.
+    Asked before an object is blamed for it: the code that a signal has broken off, such as a pickling rule, is not at
+    fault.
     """
+    error: BaseException | None = raised
     codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
     while error is not None:
         at = error.__traceback__
         while at is not None:
             if at.tb_frame.f_code in codes:
-                return error
+                raise error
             at = at.tb_next
         error = error.__cause__
-    return None
 
 
 class holding:

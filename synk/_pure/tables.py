@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.places import nbytes_in_place, put_in_place, taken_from_place
 from synk._pure.ranges import LINE_NBYTES, round_up
 
@@ -76,6 +77,7 @@ def pickled_rows(table: Any, positions: np.ndarray | slice, dumps: Callable[...,
         sent = functions_for(library).sent(rows) if library else rows
         return [dumps(sent, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
     except Exception as error:
+        raise_if_of_handler(error)
         what = _culprit(rows, dumps)
         raise TypeError(f"its {what} cannot be pickled ({type(error).__name__}: {error})") from error
 

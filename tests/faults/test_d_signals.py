@@ -331,6 +331,7 @@ def test_D4_a_handler_raises_while_something_is_pickled(
     reused: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """It comes out as itself, nobody is blamed, and the next time what was to be sent arrives."""
+    pandas = pytest.importorskip("pandas")
     (tmp_path / "struck_module.py").write_text("held = None\ndef name(): return type(held).__name__\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("struck_module")
@@ -350,6 +351,7 @@ def test_D4_a_handler_raises_while_something_is_pickled(
     rt, strikes, held = reused(2), [True], dict[str, Any]()
     by_name = rt.function(lambda x: module.name(), outputs="first")
     in_dict = rt.function(lambda x: type(held.get("k")).__name__, outputs="first")
+    of_table = rt.function(lambda table: type(table.k.iloc[0]).__name__, outputs="first")
     passed = rt.function(lambda blob, x: type(blob).__name__, bcast_inputs="blob", outputs="first")
 
     def captures(struck: Struck) -> str:
@@ -362,6 +364,8 @@ def test_D4_a_handler_raises_while_something_is_pickled(
             lambda: (held.update(k=held.get("k") or Struck()), in_dict(X))[1],
             lambda: (setattr(module, "held", module.held or Struck()), by_name(X))[1],
             lambda: passed(Struck(), X),
+            lambda: (rt.resident(Struck()), "Struck")[1],
+            lambda: of_table(pandas.DataFrame({"k": [Struck()] * 4})),
             lambda: next(iter(rt.map(lambda struck: type(struck).__name__, [Struck()]))),
         ):
             assert (in_dict(X), by_name(X)) == tuple(type(each).__name__ for each in (held.get("k"), module.held))
