@@ -35,9 +35,9 @@ def look(
             values.append(value)
         elif kind is Data and value._session is session and session.has_shared_memory:
             contents = value._contents
-            number, shape = contents.segment_id, contents.array.shape
+            segment, shape = contents.segment, contents.array.shape
             # One without bytes has no segment, whose number would say its dtype.
-            face = (is_whole, number, shape) if number and (is_whole or shape) else None
+            face = (is_whole, segment.id, shape) if segment is not None and (is_whole or shape) else None
             values.append(contents)
         elif kind is Resident and is_whole and value._referent.owner is session.residents:
             face = "resident", value._referent.number

@@ -241,16 +241,15 @@ class Plan(Thing):
 
     def choose(self, session: Any, callee: Any, values: Sequence[Any], batch: Any, num_ranks: int | None) -> Division:
         """Return the division of the rows of a call, which is often that of the last one."""
-        counts: Any = None
-        leaves = self.row_leaves
-        if not self.shards and (batch is None or type(batch) in (int, slice)) and leaves:
-            counts = [len(values[k]) if kind == "array" else _count(values[k], kind) for k, kind, _ in leaves]
+        counts = [(values[k].array if kind == "data" else values[k]).shape[0] for k, kind, _ in self.row_leaves]
+        chosen: Any = None
+        if counts and not self.shards and (batch is None or type(batch) in (int, slice)):
             chosen = counts, batch, num_ranks
             if self.division is not None and chosen == self._chosen:
                 return self.division
-        lengths = [(label, _count(values[k], kind)) for k, kind, label in leaves]
+        lengths = [(label, count) for (_, _, label), count in zip(self.row_leaves, counts)]
         self.division = divide(session, callee, lengths, self.shards, batch, num_ranks)
-        self._chosen = None if counts is None else (counts, batch, num_ranks)
+        self._chosen = chosen
         return self.division
 
     def fits(self, division: Division) -> bool:
@@ -328,12 +327,6 @@ def _moved(argument: Argument) -> Transfer:
     if argument.kind != "rows":
         return Transfer(argument.label, kind, array.nbytes)
     return Transfer(argument.label, kind, 0, array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64)))
-
-
-def _count(value: Any, kind: str) -> int:
-    if kind == "array":
-        return len(value)
-    return len(value.array) if kind == "data" else int(value.shape[0])
 
 
 def keep(callee: Any, key: Any, plan: Plan) -> None:

@@ -188,9 +188,10 @@ class Session(Engine):
             Inside a worker, in a forked copy, or from a signal handler, finalizer or callback during another operation.
         ClosedError
         """
-        refuse_inside_worker(verb)
-        self.check_open(verb)
-        if self.is_mine():
+        is_elsewhere = cell.worker is not None or os.getpid() != self.pid
+        if is_elsewhere or self.processes.is_closed or self.is_closing or self.is_mine():
+            refuse_inside_worker(verb)
+            self.check_open(verb)
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler, a finalizer or a "
                 "callback of a call. Note there what is to be done, and do it after that call."
