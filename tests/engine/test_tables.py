@@ -246,7 +246,9 @@ VERBS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "keyword": lambda f, table, batch: f(table=table, batch=batch),
     "stream": lambda f, table, batch: next(iter(f.stream([rows_of(table, batch)]))),
     "serial": lambda f, table, batch: f.serial(table, batch=batch),
-    "slices": lambda f, table, batch: [part for parts in f(table, batch=batch, num_slices=2) for part in parts],
+    "slices": lambda f, table, batch: [
+        part for parts in f(table, batch=batch, num_slices=2) if parts is not None for part in parts
+    ],
 }
 
 
