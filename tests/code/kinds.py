@@ -101,12 +101,12 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "list, element replaced by an equal one": ("[[1], [1]]", "held[0] = [1]; held[0][0] += n"),
     "list, two names become one": ("[[1], [1]]", "held[0] = held[1]; held[1].append(n)"),
     "list, in itself": ("(lambda a: a.append(a) or a)([1])", "held[0] += 1"),
-    "list of 12 000, append": ("[*range(12_000)]", "held.append(n)"),
-    "list of 12 000, item": ("[*range(12_000)]", "held[117 * n] += 0.5"),
-    "list of 12 000, pop": ("[*range(12_000)]", "held.pop(797 * n)"),
-    "list of 12 000 tuples, item": ("[(i, str(i)) for i in range(12_000)]", "held[797 * n] = (n, 'new')"),
-    "list of 12 000 tuples, pop": ("[(i, str(i)) for i in range(12_000)]", "held.pop(797 * n)"),
-    "list of 12 000 dicts": ("[{'k': i} for i in range(12_000)]", "held[797 * n]['k'] -= 1"),
+    "list of 5 500, append": ("[*range(5_500)]", "held.append(n)"),
+    "list of 5 500, item": ("[*range(5_500)]", "held[117 * n] += 0.5"),
+    "list of 5 500, pop": ("[*range(5_500)]", "held.pop(797 * n)"),
+    "list of 5 500 tuples, item": ("[(i, str(i)) for i in range(5_500)]", "held[797 * n] = (n, 'new')"),
+    "list of 5 500 tuples, pop": ("[(i, str(i)) for i in range(5_500)]", "held.pop(797 * n)"),
+    "list of 5 500 dicts": ("[{'k': i} for i in range(5_500)]", "held[797 * n]['k'] -= 1"),
     "list of 1600 instances": ("[SimpleNamespace(k=i) for i in range(1600)]", "held[37 * n].k -= 1"),
     "list of 1600 small arrays": ("[np.zeros(3) for _ in range(1600)]", "held[1500][0] += 1"),
     "tuple holding a list": ("(1, [2])", "held[1].append(n)"),
@@ -121,22 +121,22 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "dict, key None": ("{True: 1, None: 2}", "held[None] += 1", "repr(held[None])"),
     "dict, key 1 becomes True": ("{1: 0}", "held[[1, True, 1.0][n % 3]] = held.popitem()[1] + 1"),
     "dict, nested": ("{'a': {'b': {'c': 1}}}", "held['a']['b']['c'] += 1"),
-    "dict of 12 000, value": ("dict.fromkeys(range(12_000), 0)", "held[4999 * n % 12_000] += 1"),
-    "dict of 12 000, key added": ("dict.fromkeys(range(12_000), 0)", "held[f'new {n}'] = n"),
-    "dict of 12 000, key removed": ("dict.fromkeys(range(12_000), 0)", "del held[797 * n]"),
-    "dict of 12 000 lists": ("{i: [i] for i in range(12_000)}", "held[797 * n].append(n)"),
-    "dict of 12 000 lists, item": ("{i: [i] for i in range(12_000)}", "held[797 * n][0] -= 1"),
-    "dict of 12 000 lists, last key": (
-        "{f'k{i}': [i] for i in range(12_000)}", "held[f'new {n}'] = held.pop([*held][-1])"
+    "dict of 5 500, value": ("dict.fromkeys(range(5_500), 0)", "held[4999 * n % 5_500] += 1"),
+    "dict of 5 500, key added": ("dict.fromkeys(range(5_500), 0)", "held[f'new {n}'] = n"),
+    "dict of 5 500, key removed": ("dict.fromkeys(range(5_500), 0)", "del held[797 * n]"),
+    "dict of 5 500 lists": ("{i: [i] for i in range(5_500)}", "held[797 * n].append(n)"),
+    "dict of 5 500 lists, item": ("{i: [i] for i in range(5_500)}", "held[797 * n][0] -= 1"),
+    "dict of 5 500 lists, last key": (
+        "{f'k{i}': [i] for i in range(5_500)}", "held[f'new {n}'] = held.pop([*held][-1])"
     ),
-    "list of 12 000 lists, a number in the place of one": (
-        "[[i, i + 0.5] for i in range(12_000)]", "del held[7][-1]; held[7].append(n * 1.5)"
+    "list of 5 500 lists, a number in the place of one": (
+        "[[i, i + 0.5] for i in range(5_500)]", "del held[7][-1]; held[7].append(n * 1.5)"
     ),
-    "dict of 12 000 dicts, a number in the place of one": (
-        "{i: {'a': i + 0.5} for i in range(12_000)}", "held[7].clear(); held[7]['a'] = n * 1.5"
+    "dict of 5 500 dicts, a number in the place of one": (
+        "{i: {'a': i + 0.5} for i in range(5_500)}", "held[7].clear(); held[7]['a'] = n * 1.5"
     ),
-    "set of 12 000, one for another": ("{*range(12_000)}", "held.discard(797 * n); held.add(-n)"),
-    "deque of 12 000, item": ("deque(range(12_000))", "held[797 * n] += 0.5"),
+    "set of 5 500, one for another": ("{*range(5_500)}", "held.discard(797 * n); held.add(-n)"),
+    "deque of 5 500, item": ("deque(range(5_500))", "held[797 * n] += 0.5"),
     "dict view": ("UserDict(a=1)", "held[n] = n", "repr([*held.items()])"),
     "set, add": ("{1}", "held.add(n + 1)"),
     "set, one for another": ("{'0', 'x'}", "held.discard(str(n - 1)); held.add(str(n))"),

@@ -98,7 +98,7 @@ def test_D5_ctrl_c_at_any_instruction_of_a_start_or_of_close_leaves_nothing(part
     points = {
         "in between": f"range(1, count, max(count // {storm_count(20)}, 1))",
         "at the end": f"range(max(count - {storm_count(50)}, 1), count)",
-        "close": f"range(1, count, max(count // {storm_count(8)}, 1))",
+        "close": f"range(1, count, max(count // {storm_count(5)}, 1))",
     }
     # What is left to do when all processes run: the constructors and their callers give them to one another.
     names = {"__init__", "start", "begin", "fork"} if part == "at the end" else set()

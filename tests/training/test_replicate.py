@@ -82,7 +82,7 @@ def sample(num_of_each_model: int) -> list[tuple[Any, ...]]:
 
 
 def test_steps_are_those_of_plain_torch(subtests: Any, shared_runtimes: Any) -> None:
-    for model, optimizer, scheduler, loss, way, workers, sizes, overlap, bucket_mb in sample(4):
+    for model, optimizer, scheduler, loss, way, workers, sizes, overlap, bucket_mb in sample(3):
 
         def build(model: str = model, optimizer: str = optimizer, scheduler: str = scheduler) -> tuple[Any, ...]:
             torch.manual_seed(2)
@@ -117,7 +117,7 @@ def test_other_optimizers_and_the_default_output(subtests: Any, shared_runtimes:
         for workers in (2, 3):
             with subtests.test(case=name, workers=workers):
                 rt, outputs = shared_runtimes[workers], "avg" if workers == 3 else synk._pure.output_ops.DEFAULT_OP
-                compare(rt, build, step, batches(8, sizes), bound=bound, outputs=outputs)
+                compare(rt, build, step, batches(5, sizes), bound=bound, outputs=outputs)
 
 
 def with_a_frozen_layer() -> tuple[Any, Any]:
