@@ -107,7 +107,7 @@ mutants: $(TEST)
 	@$(PY) tests/support/mutants.py $(ARGS)
 
 storm: $(TEST)
-	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)
+	@$(PYTEST) -m storm -n $(JOBS) --maxprocesses 8 --dist worksteal --timeout=3000 -o faulthandler_timeout=1800 $(ARGS)
 
 faults: $(TEST)
 	@$(PY) -m benchmarks.faults $(ARGS)

@@ -32,7 +32,7 @@ LONGEST_S = 2400
 NEAREST = {
     "_api": "api first_hour engine",
     "_engine": "engine faults api",
-    "_rank": "rank engine faults",
+    "_rank": "rank engine api faults",
     "_code": "code",
     "_processes": "processes faults",
     "_wire": "wire engine",

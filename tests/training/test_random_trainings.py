@@ -1,7 +1,7 @@
 """Random programs that train random modules, change them between the steps, and are disturbed in the steps.
 
 Each is compared with the same program in plain torch on one process, but for rounding, and with itself undisturbed on
-as many workers, bit for bit. ``SYNK_TRAINING_SEED`` and ``SYNK_TRAINING_COUNT`` choose others.
+as many workers, bit for bit. ``SYNK_TRAINING_SEED`` chooses others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,15 +253,17 @@ def check(seed: int, runtime_of: Callable[[int], synk.Runtime], seen: Counter[st
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-@pytest.mark.parametrize("in_storm", [False, pytest.param(True, marks=pytest.mark.storm)])
-def test_random_trainings(
-    subtests: Any, reused: Callable[..., Any], storm_count: Callable[[int], int], in_storm: bool
-) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (2, 3, 5, 6, 8, 9),  # which meet steps of both kinds
+        *(pytest.param(range(first, first + 100), marks=pytest.mark.storm) for first in range(0, 600, 100)),
+    ],
+    ids=lambda numbers: f"{numbers[0]}-{numbers[-1]}",
+)
+def test_random_trainings(subtests: Any, reused: Callable[..., Any], numbers: Sequence[int]) -> None:
     seen, runtime_of = Counter[str](), functools.cache(reused)
-    count = int(os.environ.get("SYNK_TRAINING_COUNT", storm_count(2000)))
-    for number in range(count) if in_storm else (2, 3, 5, 6, 8, 9):  # which meet steps of both kinds
+    for number in numbers:
         with subtests.test(seed=FIRST_SEED + number):
             check(FIRST_SEED + number, runtime_of, seen)
-        if number % 50 == 49:
-            print(dict(seen), flush=True)
     assert seen["the step was repeated"] > 5 and seen["the step counted"] > 2
