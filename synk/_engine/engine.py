@@ -58,6 +58,8 @@ class Call(Owed):
     Attributes
     ----------
     has_ended : bool
+    is_heard : bool
+        Whether what the replies tell has been noted.
     value, error : object, BaseException or None
     started_ns, sent_ns, heard_ns : int
         When the program called, when the ranks were told, and when all had answered; the last two only in a trace.
@@ -67,7 +69,7 @@ class Call(Owed):
 
     plan: Plan
     nbytes = sent_ns = heard_ns = 0
-    has_ended = False
+    has_ended = is_heard = False
     value: Any = None
     error: BaseException | None = None
     future: weakref.ref[Any] | None = None  # whoever asks for the outcome of a submitted call
@@ -173,7 +175,8 @@ class Call(Owed):
         except Exception as error:
             is_own = isinstance(error, SynkError) or engine.is_sure
             self._end(error)
-            if self.pending or not engine.is_sure:  # a death, a time limit: nobody is sure of the ranks
+            is_unheard = self.has_news and not self.is_heard  # a handler has raised: ranks will not tell it again
+            if self.pending or is_unheard or not engine.is_sure:  # a death, a time limit: nobody is sure of the ranks
                 engine.recover(error)
             else:
                 engine.settle_failed()
@@ -206,7 +209,7 @@ class Call(Owed):
             elif status == wire.UNREAD:  # the rank lacks what we believe: it is told again next time
                 engine.note_unread(rank, self.news.get(rank))
                 self.lane.begin_anew()
-        engine.is_sure = True
+        engine.is_sure = self.is_heard = True
 
     def release_peers(self) -> None:
         self.lane.abort()

@@ -6,6 +6,7 @@ other threads too: no lock is held any more.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import random
@@ -40,9 +41,10 @@ def raise_time_is_over(signum: int, frame: Any) -> None:
 class InterruptAt:
     """A signal at the n-th point inside the package where the interpreter looks for them: calls and their ends."""
 
-    def __init__(self, nth: int, number: int) -> None:
+    def __init__(self, nth: int, number: int, within: str = "synk") -> None:
         self.nth = nth
         self.number = number
+        self.within = str(PACKAGE_FOLDER / within)
         self.count = 0
 
     def __enter__(self) -> InterruptAt:
@@ -53,7 +55,7 @@ class InterruptAt:
         sys.setprofile(None)
 
     def _look(self, frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(str(PACKAGE_FOLDER / "synk")):
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self.within):
             self.count += not is_finalizing(frame)
             if self.count == self.nth:
                 sys.setprofile(None)
@@ -185,6 +187,33 @@ def test_a_signal_at_any_point_of_an_operation(
                     count = interrupt(rt, name, 0, number, other_thread)
                     for nth in chance.sample(range(1, count + 1), min(count, 400 if is_whole else 2)):
                         interrupt(rt, name, nth, number, other_thread)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_at_every_point_of_the_first_call_of_its_kind(
+    reused: Fork, number: int, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """What ranks tell once, with their first reply, is not lost: the next call of this kind is right."""
+    rt, before = reused(2), signal.signal(signal.SIGUSR1, raise_time_is_over)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "call": lambda f: f(np.ones(4)),
+        "submit": lambda f: f.submit(np.ones(4)).result(),
+    }
+    try:
+        for name, call in calls.items():
+            at = InterruptAt(0, number, "synk/_engine/engine.py")
+            while at.nth <= at.count:
+                at = InterruptAt(at.nth + 1, number, at.within)
+                f = rt.function(lambda x: x.sum(), outputs="sum")
+                f(np.ones(3, np.float32))
+                with contextlib.suppress(KeyboardInterrupt, TimeIsOver), at:
+                    call(f)
+                with subtests.test(name, nth=at.nth):
+                    assert f(np.ones(4)) == call(f) == 4.0
+            assert at.nth > 10
     finally:
         signal.signal(signal.SIGUSR1, before)
 
