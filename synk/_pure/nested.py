@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor
-from synk._pure.trees import types_in
+from synk._pure.trees import told_apart
 
 SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
 """Types without rows to divide, besides None."""
@@ -44,22 +45,24 @@ class Container(NamedTuple):
 
     Attributes
     ----------
-    kind : {"mapping", "fields", "named", "tuple"}
+    kind : {"mapping", "fields", "named", "tuple", "filled"}
+        The last is a subclass of dict or tuple that is filled with its only part.
     make : callable
         What the container is built with: its class, in most cases.
     keys : tuple
-        The keys of a mapping in its order, or the names of the fields, or nothing.
+        The keys of a mapping in its order, or the names of the fields or attributes, or nothing.
     parts : tuple of Container, ``LEAF`` or None
         None stands for a value that is None.
-    key_types : tuple
-        The ``types_in`` the keys; nothing if all are str. The key 1 equals True, which a function can tell apart.
+    exact : tuple
+        What tells the keys apart, and a factory of missing values; nothing if all keys are str. The key 1 equals True,
+        which a function can tell apart.
     """
 
     kind: str
     make: Callable[..., Any]
     keys: tuple[Any, ...]
     parts: tuple[Any, ...]
-    key_types: tuple[Any, ...] = ()
+    exact: tuple[Any, ...] = ()
 
 
 def is_nested(value: Any) -> bool:
@@ -178,13 +181,15 @@ def _structure(value: Any, leaves: list[Any]) -> Any:
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Container(kind, make, keys, tuple([_structure(part, leaves) for part in parts]), _types_of(keys))
+    return Container(kind, make, keys, tuple([_structure(part, leaves) for part in parts]), _exact(keys, make))
 
 
-def _types_of(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the types of keys, or nothing if all are str."""
-    types = tuple(types_in(keys))
-    return types if types.count(str) < len(types) else ()
+def _exact(keys: tuple[Any, ...], make: Any) -> tuple[Any, ...]:
+    """Return what tells keys and factories apart, or nothing if all keys are str."""
+    found = told_apart(keys)
+    if isinstance(make, _DefaultDict) and getattr(make.factory, "__module__", "builtins") != "builtins":
+        found += told_apart((make.factory,))
+    return tuple(found) if found.count(str) < len(found) else ()
 
 
 def take_apart_whole(value: Any) -> tuple[list[Any], Any]:
@@ -241,7 +246,7 @@ def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: in
     if len(arrays) == num_arrays:  # it holds no array
         leaves[first_leaf:] = [value]
         return LEAF
-    return Container(kind, make, keys, tuple(structures), _types_of(keys))
+    return Container(kind, make, keys, tuple(structures), _exact(keys, make))
 
 
 def _is_plain_dataclass(value: Any) -> bool:
@@ -256,16 +261,28 @@ def _is_plain_dataclass(value: Any) -> bool:
 class Restored:
     """Builds an object from its attributes, as unpickling does. Equal while the class holds the same objects."""
 
-    def __init__(self, cls: type, contents: tuple[Any, ...] = ()) -> None:
-        self.cls, self._contents = cls, contents
+    def __init__(self, cls: type, contents: tuple[Any, ...] = (), state: bytes = b"") -> None:
+        self.cls, self._contents, self._state = cls, contents, state
 
-    def __call__(self, **attributes: Any) -> Any:
-        made: Any = object.__new__(self.cls)
-        vars(made).update(attributes)
+    def __call__(self, **fields: Any) -> Any:
+        return self._completed(object.__new__(self.cls), fields)
+
+    def filled(self, content: Any) -> Any:
+        """Return a subclass of dict or tuple with this content."""
+        if isinstance(content, tuple):
+            return self._completed(tuple.__new__(self.cls, content))
+        made: Any = dict.__new__(self.cls)
+        dict.update(made, content)
+        return self._completed(made)
+
+    def _completed(self, made: Any, fields: Mapping[str, Any] = {}) -> Any:
+        attributes = {**(pickle.loads(self._state) if self._state else {}), **fields}
+        if attributes:
+            vars(made).update(attributes)
         return made
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not Restored or self.cls is not other.cls:
+        if type(other) is not Restored or self.cls is not other.cls or self._state != other._state:
             return False
         return len(self._contents) == len(other._contents) and all(map(operator.is_, self._contents, other._contents))
 
@@ -273,7 +290,7 @@ class Restored:
         return hash(self.cls)
 
     def __reduce__(self) -> Any:
-        return Restored, (self.cls,)
+        return Restored, (self.cls, (), self._state)
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
@@ -281,17 +298,55 @@ def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
     cls = type(value)
     if cls is dict:
         return "mapping", dict, tuple(value), value.values()
-    if isinstance(value, tuple):
-        if hasattr(cls, "_fields"):
-            return "named", cls, cls._fields, value
-        return "tuple", tuple if cls is tuple else _maker(cls, tuple(value), tuple), (), value
+    if cls is tuple:
+        return "tuple", tuple, (), value
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        return "named", cls, cls._fields, value
     if dataclasses.is_dataclass(cls):
-        fields = _field_names(cls)
-        return "fields", cls, fields, [getattr(value, name) for name in fields]
-    items = dict(value.items())
+        fields = {name: getattr(value, name) for name in _field_names(cls)}
+        if not _other_attributes(value) and _keeps(cls, fields):
+            return "fields", cls, tuple(fields), fields.values()
+        if not hasattr(value, "__dict__"):
+            raise _cannot_be_built(cls, "its constructor changes them, and it has slots")
+        fields = {name: vars(value)[name] for name in cls.__dataclass_fields__ if name in vars(value)}
+        return "fields", _restored(value), tuple(fields), fields.values()
     if cls is collections.defaultdict:
-        return "mapping", _DefaultDict(value.default_factory), tuple(items), items.values()
+        return "mapping", _DefaultDict(value.default_factory), tuple(value), value.values()
+    if isinstance(value, dict) and _is_filled(cls, dict):
+        return "filled", _restored(value), (), [dict(dict.items(value))]
+    if isinstance(value, tuple):
+        if _is_filled(cls, tuple):
+            return "filled", _restored(value), (), [tuple.__getitem__(value, slice(None))]
+        return "tuple", _maker(cls, tuple(value), tuple), (), value
+    items = dict(value.items())
     return "mapping", _maker(cls, items, dict), tuple(items), items.values()
+
+
+def _restored(value: Any) -> Restored:
+    cls = type(value)
+    return Restored(cls, tuple(vars(cls).values()), pickle.dumps(_other_attributes(value)))
+
+
+def _other_attributes(value: Any) -> dict[str, Any]:
+    """Return the numbers, texts and the like that an object has as attributes, besides the fields of a dataclass."""
+    fields = getattr(type(value), "__dataclass_fields__", ())
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    return {name: each for name, each in own.items() if name not in fields and is_plain_object(each)}
+
+
+def _is_filled(cls: type, base: type) -> bool:
+    """Whether pickle makes an object of this class empty, fills it, and gives it its attributes."""
+    own = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+    return all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
+
+
+def _keeps(cls: Any, fields: dict[str, Any]) -> bool:
+    """Whether the constructor of a dataclass takes the values of its fields as they are."""
+    try:
+        made = cls(**fields)
+        return all(getattr(made, name) is value for name, value in fields.items())
+    except Exception:  # the user's constructor may raise anything
+        return False
 
 
 @functools.lru_cache(maxsize=64)
@@ -301,8 +356,12 @@ def _field_names(cls: Any) -> tuple[str, ...]:
     try:
         inspect.signature(cls).bind(**dict.fromkeys(names))
     except TypeError as error:
-        raise TypeError(f"the dataclass {cls.__qualname__} cannot be built from its fields ({error})") from None
+        raise _cannot_be_built(cls, error) from None
     return names
+
+
+def _cannot_be_built(cls: Any, why: object) -> TypeError:
+    return TypeError(f"the dataclass {cls.__qualname__} cannot be built from its fields ({why})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,8 +383,10 @@ def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
     if is_built_so is None:
         try:
             made = cls(parts)
-            # The elements of a tuple, or the keys of a mapping: ``Point(*xs)`` would make a tuple with one element.
+            # The elements of a tuple, or the items of a mapping: ``Point(*xs)`` would make a tuple with one element.
             is_built_so = len(made) == len(parts) and all(map(operator.is_, made, parts))
+            if plain is dict:
+                is_built_so = is_built_so and all(made[key] is part for key, part in parts.items())
         except Exception:  # the user's constructor may raise anything
             is_built_so = False
         _is_built_so[cls] = is_built_so
@@ -355,6 +416,8 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
         return items if make is dict else make(items)
     if kind == "fields":
         return make(**dict(zip(keys, built)))
+    if kind == "filled":
+        return make.filled(built[0])
     return make(*built) if kind == "named" else make(built)
 
 
@@ -365,6 +428,8 @@ def paths(structure: Any, path: str = "") -> list[str]:
     if structure == LEAF:
         return [path]
     kind, _, keys, parts, _ = structure
+    if kind == "filled":
+        return paths(parts[0], path)
     if kind == "tuple":
         steps = [f"[{position}]" for position in range(len(parts))]
     else:

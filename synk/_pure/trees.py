@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from synk._pure.environment import imported_late
 
 _NODES: tuple[type[Any], ...] = (tuple, list, dict, type(None))
 """What is structure. Everything else is a leaf."""
+
+_EXACT = frozenset((str, bytes, bool, int, type(None)))
+"""Types of keys of which those that are equal cannot be told apart."""
 
 
 def _is_leaf(value: Any) -> bool:
@@ -44,29 +49,45 @@ def describe(structure: Any) -> str:
 
 
 def key_orders(tree: Any) -> list[Any]:
-    """Return the keys of all dicts in a nesting, in their order, and the types of keys. A structure tells neither.
+    """Return the keys of all dicts in a nesting, in their order, and what tells them apart. A structure tells neither.
 
     Examples
     --------
     >>> key_orders({"b": 1, "a": 2}) == key_orders({"a": 2, "b": 1}), key_orders({1: 2}) == key_orders({True: 2})
     (False, False)
-    >>> key_orders({(1,): 2}) == key_orders({(True,): 2})
-    False
     """
     orders: list[Any] = []
     pending: list[Any] = [(tree,)]
     while pending:
         node = pending.pop()
         if isinstance(node, dict):
-            orders += [*node, *types_in(node)]
+            orders += [*node, *told_apart(node)]
             node = node.values()
         pending += [part for part in node if isinstance(part, (tuple, list, dict))]
     return orders
 
 
-def types_in(keys: Iterable[Any]) -> list[Any]:
-    """Return the types of keys, and of what those that are tuples hold: keys that are equal may differ there."""
-    return [(type(key), *types_in(key)) if isinstance(key, tuple) else type(key) for key in keys]
+def told_apart(keys: Iterable[Any]) -> list[Any]:
+    """Return what tells keys apart that are equal. An object that may change, or that says itself what equals it, is
+    like no other, nor like itself at another time.
+
+    Examples
+    --------
+    >>> told_apart([1, (1,)]) == told_apart([1, (1,)]), told_apart([1, (1,)]) == told_apart([1, (True,)])
+    (True, False)
+    >>> told_apart([0.0]) == told_apart([-0.0]), told_apart([len]) == told_apart([len])
+    (False, False)
+    """
+    return [_told_apart(key) for key in keys]
+
+
+def _told_apart(key: Any) -> Any:
+    kind = type(key)
+    if kind in _EXACT:
+        return kind
+    if kind in (float, complex) or isinstance(key, np.generic):
+        return kind, repr(key)
+    return (kind, *told_apart(key)) if kind is tuple else object()
 
 
 def skeleton_of(structure: Any, num_leaves: int) -> Any:

@@ -11,6 +11,8 @@ import itertools
 import random
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, time, timedelta, timezone
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,6 +216,122 @@ def test_each_call_sees_what_is_passed_this_time(shared_runtimes: Any) -> None:
     for value in (*LOOK_ALIKE, *WHOLE, *LOOK_ALIKE[::-1], *WHOLE[::-1]):
         for _ in range(2):
             assert whole(value, X) == whole.submit(value, X).result() == told(value)
+
+
+class Rated:
+    """A key that says itself what equals it."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rated)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+rate = 1.0
+
+
+def rate_of(key: Any) -> Any:
+    """Return what a function can tell of a key."""
+    return key() if callable(key) else getattr(key, "rate", None) or (str(key), getattr(key, "fold", None))
+
+
+def test_keys_that_are_equal_are_those_of_this_call(shared_runtimes: Any, subtests: Any) -> None:
+    """Functions compute with what there is now, and so do factories of missing values."""
+
+    def current() -> float:
+        return rate
+
+    node = Rated(1.0)
+    times: list[Any] = [datetime(2026, 1, 1, 12, tzinfo=timezone(timedelta(hours=h))) for h in (0, 0)]
+    times += [datetime(2026, 1, 1, 13, tzinfo=timezone(timedelta(hours=1))), *(time(1, fold=k) for k in (0, 1, 0))]
+    keys = [current, node, 0.0, -0.0, 0j, -0j, Decimal("1.0"), Decimal("1.00"), frozenset({1}), frozenset({True})]
+    look = shared_runtimes[2].function(
+        lambda p, x: [rate_of(key) for key in p] + [p.default_factory() if hasattr(p, "default_factory") else 0],
+        bcast_inputs="p", outputs="first",
+    )  # fmt: skip
+    divided = shared_runtimes[2].function(look.__wrapped__, outputs="first")
+    given = shared_runtimes[2].function(lambda p, x: {key: x.sum() for key in p}, bcast_inputs="p", outputs="sum")
+    for number, key in enumerate([*keys, *times, Rated(2.0), Rated(3.0)] * 2):
+        globals()["rate"] = node.rate = float(number)
+        for p in ({key: A}, defaultdict(current, {key: A})):
+            with subtests.test(key=str(key), number=number, kind=type(p).__name__):
+                expected = look.__wrapped__(p, A)
+                assert look(p, A) == divided(p, A) == look.serial(p, A) == expected
+                if key is not current:  # which has come back as a copy
+                    assert [rate_of(each) for each in given(p, A)] == [rate_of(key)]
+
+
+@dataclasses.dataclass
+class Halved:
+    """Computes with what it is given."""
+
+    x: Any
+    y: Any = None
+    rate = 1.0
+
+    def __post_init__(self) -> None:
+        self.x = self.x / 2
+
+
+class Doubled(Halved):
+    """Computes where an attribute is set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value * 2 if name == "x" else value)
+
+
+class ByKeywords(dict):  # type: ignore[type-arg]
+    """As the bunches of scikit-learn. What it holds is read in its own way."""
+
+    rate = 1.0
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__({name: value + 1 for name, value in items.items()})
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) * 10
+
+    def __setstate__(self, state: Any) -> None:
+        """Do nothing, as theirs."""
+
+
+class OfItems(UserDict):  # type: ignore[type-arg]
+    """Its constructor computes, too."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__({name: 2 * value for name, value in items.items()})
+
+
+class Labelled(tuple):  # type: ignore[type-arg]
+    """A tuple with an attribute."""
+
+    rate = 1.0
+
+
+COMPUTING: list[Callable[[], Any]] = [
+    lambda: Halved(A), lambda: Halved(A, Halved(A)), lambda: Doubled(A), lambda: ByKeywords(x=A),
+    lambda: OfItems({"x": A}), lambda: Labelled((A, A)),
+]  # fmt: skip
+
+
+def test_what_a_constructor_computes_is_not_computed_again(shared_runtimes: Any, subtests: Any) -> None:
+    """And attributes that are no parts come along."""
+
+    def total(p: Any) -> Any:
+        x = p.x if hasattr(p, "x") else p["x"] if hasattr(p, "keys") else p[0]
+        return x.sum() * getattr(p, "rate", 1.0)
+
+    for make in COMPUTING:
+        f, p = shared_runtimes[2].function(total, outputs="sum"), make()
+        with subtests.test(kind=type(p).__name__):
+            for number in range(3):
+                assert f(p) == f.serial(p) == f(p, num_slices=2) == total(p)
+                if not isinstance(p, OfItems):
+                    p.rate = 2.0 + number
 
 
 # -- options, leaves that are not the caller's ------------------------------------------------------------------------
