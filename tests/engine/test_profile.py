@@ -122,6 +122,13 @@ def test_what_each_rank_has_done(shared_runtimes: Any) -> None:
         wall_s = rt.profile.records["slow_on_1"].wall_ns / 1e9
         assert each.wait_s == 0 and np.isclose(each.share, each.function_s / wall_s) and 0 < each.share < 1
 
+    def meets(x: np.ndarray) -> Any:
+        return synk.comm.all_reduce(x, "sum")
+
+    rt.function(meets, outputs="first")(np.ones(3))
+    ranks = [each for each in rt.profile.ranks if each.function == "meets"]
+    assert 0 < sum(each.wait_s for each in ranks) < sum(each.function_s for each in ranks)
+
 
 def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
