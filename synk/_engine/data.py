@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._engine.array_like import ArrayLike
-from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.arrays import as_held, as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
 from synk._pure.tracebacks import outlined, verb
@@ -215,7 +215,7 @@ class Data(ArrayLike):
         Raises
         ------
         TypeError
-            If the dtype differs and the cast could lose information.
+            If the dtype differs and the cast could lose information, or does not hold the values of a list.
         ValueError
             If the number of axes differs.
         SharedMemoryError
@@ -223,7 +223,7 @@ class Data(ArrayLike):
         """
         self._session.check_open(f"set {self._label}")
         check_no_list(value, "set", self._label)
-        array = as_plain_array(value, self._label)
+        array = as_plain_array(value if force_cast else as_held(value, self._dtype, self._label), self._label)
         if array.ndim != self._ndim:
             raise ValueError(f"cannot set {self._label}: got {array.ndim} axes, expected {self._ndim}.")
         if not force_cast and not np.can_cast(array.dtype, self._dtype, "safe"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.dtypes import foreign_name
+from synk._pure.dtypes import foreign_name, is_bfloat16
 from synk._pure.exact import RULE, exact_array, has_own_meaning, plain_form
 from synk._pure.interrupts import deferred
 from synk._pure.tables import is_table, kind_of
@@ -54,6 +54,35 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
     if array.dtype.hasobject:
         raise TypeError(f"cannot share {what}: {_why_not(value, array)}")
     return array
+
+
+def as_held(value: Any, dtype: np.dtype, what: str) -> Any:
+    """Return a list or a number as an array of ``dtype`` if that holds its values, and as NumPy's array if not.
+
+    Nobody has chosen a width for Python's numbers and texts. In a dtype of the same kind integers, texts and dates are
+    as they were, or they are not held; floats are rounded. What has a dtype is returned unchanged.
+
+    Examples
+    --------
+    >>> as_held([1, 2], np.dtype("i1"), "x"), as_held([1, 300], np.dtype("i1"), "x")
+    (array([1, 2], dtype=int8), array([  1, 300]))
+    """
+    if hasattr(value, "dtype"):
+        return value
+    array = as_plain_array(value, what)
+    if array.size and not np.can_cast(array.dtype, dtype, "same_kind") and {array.dtype.kind, dtype.kind} != {"i", "u"}:
+        return array
+    with np.errstate(all="ignore"):
+        found = array.astype(dtype)
+    return found if _holds(found, array) else array
+
+
+def _holds(found: np.ndarray, array: np.ndarray) -> bool:
+    if found.dtype.names:
+        return all(_holds(found[own], array[name]) for own, name in zip(found.dtype.names, array.dtype.names or ()))
+    if found.dtype.kind in "fc" or is_bfloat16(found.dtype):
+        return bool(np.all(np.isfinite(found) | ~np.isfinite(array)))
+    return bool(np.all((found == array) | (found != found)))  # NaT equals nothing
 
 
 def _converted(value: Any, what: str) -> np.ndarray:

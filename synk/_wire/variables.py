@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.arrays import as_plain_array
+from synk._pure.arrays import as_held, as_plain_array
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.trees import describe, flatten
 from synk._wire.cell import cell
@@ -78,7 +78,7 @@ def check_value(
     as_array: Callable[[Any, str], Any] = as_plain_array,
 ) -> list[Any]:
     """Return ``leaves`` as arrays that fit a variable: same number, axes and trailing shape, and a dtype that casts
-    safely.
+    safely, or values that the dtype holds.
 
     Raises
     ------
@@ -88,12 +88,11 @@ def check_value(
     arrays = []
     for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
         where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
-        array = as_array(leaf, where)
-        # A Python number has a kind but no width: 1.5 fits a float32 variable, but no integer one.
-        if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
+        array = as_array(as_held(leaf, dtype, where), where)
+        if not np.can_cast(array.dtype, dtype, "safe"):
             raise TypeError(
-                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with "
-                f"astype({dtype.name!r})."
+                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}, or a list of values that it holds. "
+                f"Convert it with astype({str(dtype)!r})."
             )
         if array.ndim != len(shape):
             raise ValueError(

@@ -302,6 +302,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subte
     d, single = rt.data(np.ones((3, 2), "f4"), name="d"), rt.data(np.float32(1), name="single")
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "'d': got dtype float64.*force_cast", lambda: d.set_value(np.ones((1, 2)))),
+        (TypeError, "'d': got dtype float64.*force_cast", lambda: d.set_value([[1e300]])),
         (ValueError, "'d': got 1 axes, expected 2", lambda: d.set_value(np.ones(2, "f4"))),
         (ValueError, r"'d': got shape \(4,\), expected 2 axes", lambda: d.set_shape(4)),
         (ValueError, "expected lengths of zero or more", lambda: d.set_length(-1)),

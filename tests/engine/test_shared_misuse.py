@@ -57,6 +57,18 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
         )
     ),
     *((np.zeros(2, "i4"), value, TypeError, "float64") for value in ([1.5, 2.0], [1.0, 2.0], [np.nan, 0])),
+    *(
+        (np.array(held, dtype), value, TypeError, f"got dtype .*, expected .*{dtype[1:]}, or a list of values .* holds")
+        for held, dtype, value in (
+            ([0, 0], "int8", [300, 1]),
+            ([0, 0], "int64", [2**63, 0]),
+            ([0, 0], "uint8", [-1, 0]),
+            ([0, 0], "float32", [1e300, 1.0]),
+            (["a", "b"], "<U1", ["abc", "de"]),
+            (0, "int32", 2**40),
+        )
+    ),
+    ({"a": np.zeros(2), "b": np.int32(0)}, {"a": ZEROS, "b": 2**40}, TypeError, r"'w' \(leaf 1\): got dtype int64"),
     ({"a": np.ones(2), "b": (np.ones(2, "f4"),)}, {"a": ZEROS, "b": (ZEROS,)}, TypeError, r"'w' \(leaf 1\)"),
     *(
         ({"a": np.ones(2), "b": (np.ones(2),)}, value, ValueError, "'w'.*structure")
@@ -71,8 +83,8 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
 
 
 def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    """Python's numbers have no width: 0.1 fits a float32 variable."""
-    for where, (held, value, error, words) in combinations(36, (2, 0, "1+3"), UNFIT):
+    """Python's numbers have no width: 0.1 fits a float32 variable, and 300 no int8 one."""
+    for where, (held, value, error, words) in combinations(44, (2, 0, "1+3"), UNFIT):
         rt = shared_runtimes[where]
         w = rt.shared(held, name="w")
         ways: list[Callable[[], Any]] = [
@@ -90,6 +102,20 @@ def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_
     for value in (*fitting, np.zeros((0, 2), "f4"), np.asfortranarray(np.ones((3, 2), "f4")), [[0.1, 2]]):
         w.value = value
         assert_same(w.value, np.asarray(value, "f4"))
+    fitting_lists: list[tuple[str, list[Any]]] = [
+        ("i1", [-128, 127]),
+        ("u1", [0, 255]),
+        ("i4", [True, False]),
+        ("i4", []),
+        ("f2", [0.1, 7]),
+        ("c8", [1, 0.1, 2j]),
+        ("f4", [float("inf"), float("nan")]),
+        ("U2", ["ab", ""]),
+    ]
+    for dtype, value in fitting_lists:
+        w = shared_runtimes[2].shared(np.zeros(2, dtype))
+        w.value = value
+        assert_same(w.value, np.array(value, dtype))
     pair = shared_runtimes[2].shared({"x": np.zeros((2, 3)), "y": np.zeros(2)}, sharded=True, name="w")
     with pytest.raises(ValueError, match=r"'w': got axis-0 lengths \[2, 4\]"):
         pair.value = {"x": np.zeros((2, 3)), "y": np.zeros(4)}
