@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -97,6 +98,7 @@ class InlineProcess:
     def _act(self, order: bytes) -> None:
         number = wire.ORDER.unpack_from(order)[0]
         body, fds = self._bodies.pop(number, (None, []))
+        self._rank.thread = threading.get_ident()
         try:
             status, content, segments = self._rank.answer(order, body, fds)
         finally:

@@ -38,7 +38,7 @@ from synk._processes.placement import Placement
 from synk._pure.interrupts import deferred, holding, waiting
 from synk._pure.limits import lock_s
 from synk._wire.arenas import Arenas
-from synk._wire.cell import cell, refuse_inside_worker
+from synk._wire.cell import cell, is_inside_worker, refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.backends import unused_gpus
 from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupError, SynkError, UnsupportedError
@@ -188,7 +188,7 @@ class Session(Engine):
             Inside a worker, in a forked copy, or from a signal handler, finalizer or callback during another operation.
         ClosedError
         """
-        is_elsewhere = cell.worker is not None or os.getpid() != self.pid
+        is_elsewhere = is_inside_worker() or os.getpid() != self.pid
         if is_elsewhere or self.processes.is_closed or self.is_closing or self.is_mine():
             refuse_inside_worker(verb)
             self.check_open(verb)

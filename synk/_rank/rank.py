@@ -102,6 +102,9 @@ class Rank:
     interrupts: type[BaseException] = Interrupted
     """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
 
+    thread: int | None = None
+    """The thread that runs functions, in a rank that is played by the program itself. None: the process is a worker."""
+
     def __init__(
         self,
         rank: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from typing import Any
 
 from synk.errors import ClosedError, NotForkedError, ReentrancyError
@@ -58,9 +59,15 @@ class _Cell:
 cell = _Cell()
 
 
+def is_inside_worker() -> bool:
+    """Whether this thread runs a function: each thread of a worker, and of the program the one that plays the rank."""
+    worker = cell.worker
+    return worker is not None and worker.thread in (None, threading.get_ident())
+
+
 def refuse_inside_worker(verb: str) -> None:
-    """Raise ReentrancyError if this process runs a function: synk's verbs cannot be used there."""
-    if cell.worker is not None:
+    """Raise ReentrancyError if this thread runs a function: synk's verbs cannot be used there."""
+    if is_inside_worker():
         raise ReentrancyError(
             f"cannot {verb} inside worker rank {cell.worker.number}: a function runs on one device and cannot use the "
             "runtime. Use synk.comm for collectives inside a function."

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import random as random  # imported later, in a body, it would be seeded by the system
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ class ReplayedRank:
     def __init__(self, moment: Moment, ranks: tuple[int, ...], num_rows: int, total_rows: int) -> None:
         self.number, self.ranks, self.num_rows, self.total_rows = moment.rank, ranks, num_rows, total_rows
         self.backend, self.device, self.rng = self, moment.device, np.random.Generator(moment.rng)
+        self.thread = threading.get_ident()
 
     def check_called(self) -> None:
         """Allow it: the body has begun."""

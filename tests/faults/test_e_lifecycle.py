@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from support import saboteurs
 from support.harness import TESTS_FOLDER, assert_right, kill_and_wait, pids, same_workers, script, wait_until_dead
 
 import synk
-from synk.errors import ClosedError, SynkError
+from synk.errors import ClosedError, ReentrancyError, SynkError
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
@@ -121,6 +122,26 @@ def test_E4_a_thread_that_ends_has_started_the_workers(runtime: Fork) -> None:
         with same_workers(started[0]) as before:
             pass
         kill_and_wait(before[0])
+
+
+def test_E4_threads_of_a_program_that_is_the_rank_itself_wait_for_each_other(shared_runtimes: Any) -> None:
+    """Only the thread that runs a function is inside it."""
+    rt = shared_runtimes[0]
+    total = rt.function(lambda x: synk.comm.all_reduce(x.sum()) if time.sleep(1e-3) is None else 0, outputs="first")
+
+    def work(thread: int) -> None:
+        for number in range(20):
+            x = np.arange(4.0) + 100 * thread + number
+            data, w = rt.data(x), rt.shared(x)
+            w.value = w.value + 1
+            assert total(x) == total.submit(x).result() == total(data) == total(w.value - 1) == x.sum()
+            assert list(rt.map(abs, range(-3, 0))) == [3, 2, 1]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [None, None]
+    refused = rt.function(lambda x: synk.data(x), outputs=None)
+    with pytest.raises(ReentrancyError, match="inside worker rank 0"):
+        refused(np.ones(2))
 
 
 def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes: Any) -> None:
