@@ -118,6 +118,11 @@ def _why_not(value: Any, array: np.ndarray) -> str:
     """Return why a value that became an array of objects cannot be shared, and what to do."""
     kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
     if hasattr(value, "tocsr"):
+        if value.ndim == 1:
+            return (
+                f"got a sparse array with one axis{kind}, expected a matrix with rows, or an array. Pass its "
+                "reshape(-1, 1).tocsr() as a scattered argument of a call, or its toarray()."
+            )
         return (
             f"got a sparse matrix{kind}, expected an array, or the CSR format as a scattered argument of a call. Pass "
             "its tocsr() there, or its toarray()."

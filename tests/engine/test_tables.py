@@ -551,6 +551,10 @@ REFUSED: dict[str, tuple[Callable[[synk.Runtime], Any], str]] = {
     ),
     "polars' own objects": (called(pl.Series([object()], dtype=pl.Object)), r"cannot scatter x of .*cannot be pickled"),
     "another format": (called(EYE.tocsc()), r"got a sparse matrix \(from csc_matrix\), expected.*tocsr\(\)"),
+    "one axis": (
+        called(scipy.sparse.csr_array(np.ones(3))),
+        r"with one axis \(from csr_array\), expected.*reshape\(-1, 1\)\.tocsr\(\)",
+    ),
     "rows that do not fit": (called(FRAME, FRAME[:5]), r"^[^;]*got x with 6 rows and y with 5, expected(?!.*6 rows)"),
     "rows of a matrix": (called(EYE, np.ones(4)), "got x with 6 rows and y with 4"),
 }
