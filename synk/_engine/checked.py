@@ -118,6 +118,8 @@ class Checks:
         return Argument(label, keyword, "object", value=value)
 
     def _scattered(self, label: str, keyword: str, value: Any) -> Argument:
+        if value is None:
+            raise TypeError(self._no_rows(label, "a single value (NoneType)"))
         argument = self._leaf(label, keyword, value)
         if argument.kind == "whole":
             what = "a Data with no axes" if argument.data is not None else f"a single value ({type(value).__name__})"
