@@ -109,16 +109,15 @@ def select_rows(batch: Any, num_rows: int, what: str) -> Selection:
         low, high = int(indices.min()), int(indices.max())
         if low < -num_rows or high >= num_rows:
             bad = low if low < -num_rows else high
-            raise IndexError(
-                f"cannot select rows of {what}: got index {bad} in batch, expected {-num_rows} to {num_rows - 1}."
-            )
+            expected = f"{-num_rows} to {num_rows - 1}" if num_rows else "no index, as the input has no rows"
+            raise IndexError(f"cannot select rows of {what}: got index {bad} in batch, expected {expected}.")
         if low < 0:
-            indices = np.where(indices < 0, indices + num_rows, indices)
-    return Selection(indices.size, indices=indices)
+            indices = np.where(indices < 0, indices.astype(np.int64) + num_rows, indices)
+    return Selection(indices.size, indices=indices.astype(np.int64))
 
 
-def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
-    """Return ``batch`` as a 1-d int64 array; a mask becomes the positions of its True values."""
+def _index_array(batch: Any, num_rows: int, what: str) -> np.ndarray:
+    """Return ``batch`` as a 1-d array of integers; a mask becomes the positions of its True values."""
     indices = _as_array(batch, what)
     if indices.size == 0 and indices.ndim == 1 and not isinstance(batch, np.ndarray):
         return np.empty(0, np.int64)
@@ -133,12 +132,8 @@ def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
                 f"cannot select rows of {what}: got a mask of {indices.size} values, expected one for each of the "
                 f"{num_rows} rows."
             )
-        return np.flatnonzero(indices).astype(np.int64, copy=False)
-    if indices.dtype == np.uint64 and indices.size and indices.max() > np.iinfo(np.int64).max:
-        raise IndexError(
-            f"cannot select rows of {what}: got index {indices.max()} in batch, expected at most {num_rows - 1}."
-        )
-    return indices.astype(np.int64)
+        return np.flatnonzero(indices)
+    return indices
 
 
 def _as_array(batch: Any, what: str) -> np.ndarray:

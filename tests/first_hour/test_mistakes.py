@@ -108,6 +108,7 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(total)(np.array(["a", "bc"], dtype=object)), TypeError, r"dtype=str"),
     (lambda rt: rt.function(total)(None), TypeError, r"None"),
     (lambda rt: rt.function(scaled)(X, None), TypeError, r"a single value \(NoneType\), .*bcast_inputs='w'"),
+    (lambda rt: rt.function(total)(X[:0], batch=[6]), IndexError, "index 6 in .*no index, as the input has no rows"),
     (lambda rt: rt.function(total)(X, batch=7), (ValueError, IndexError), r"7"),
     # -- what it returns
     (lambda rt: rt.function(lambda x: "text")(X), (TypeError, ValueError), r"str|text"),
