@@ -185,7 +185,7 @@ class Session(Engine):
         Raises
         ------
         ReentrancyError
-            Inside a worker, in a forked copy, or from a signal handler, finalizer or callback during another operation.
+            Inside a worker, in a forked copy, or from code that runs in the middle of another operation of this thread.
         ClosedError
         """
         is_elsewhere = is_inside_worker() or os.getpid() != self.pid
@@ -193,8 +193,9 @@ class Session(Engine):
             refuse_inside_worker(verb)
             self.check_open(verb)
             raise ReentrancyError(
-                f"cannot {verb} while this thread is in another call: got here from a signal handler, a finalizer or a "
-                "callback of a call. Note there what is to be done, and do it after that call."
+                f"cannot {verb} while this thread is in another call: got here from code that runs in the middle of "
+                "it, such as a signal handler, a finalizer, a callback, an op or a method like __reduce__. Note there "
+                "what is to be done, and do it after that call."
             )
         return self._lock
 

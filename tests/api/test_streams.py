@@ -163,7 +163,7 @@ def test_done_callbacks(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) 
     calls[0].add_done_callback(lambda call: total(np.ones(1)))
     assert float(calls[2].result()) == 6.0 and ended == [0.0, 3.0, 6.0]
     assert "a callback of the call of 'total' failed" in caplog.text
-    assert "finalizer or a callback of a call. Note there what is to be done, and do it after" in caplog.text
+    assert "a callback, an op or a method like __reduce__. Note there what is to be done, and do it" in caplog.text
     calls[1].add_done_callback(lambda call: ended.append("late"))
     assert ended[-1] == "late"
     for learn in (lambda call: wait_for(call.done), lambda call: assert_right(rt)):  # any operation learns of the end

@@ -54,6 +54,16 @@ def sums(x: Any) -> Any:
     return namedtuple("Sums", "a b")(x.sum(), len(x))
 
 
+class Calls:
+    """Calls a function while it is pickled."""
+
+    def __init__(self, f: Any) -> None:
+        self.f = f
+
+    def __reduce__(self) -> Any:
+        return float, (self.f(X),)
+
+
 class Outer:
     """Has a lock, which no pickle can hold, far inside."""
 
@@ -109,6 +119,11 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(total)(None), TypeError, r"None"),
     (lambda rt: rt.function(scaled)(X, None), TypeError, r"a single value \(NoneType\), .*bcast_inputs='w'"),
     (lambda rt: rt.function(total)(X[:0], batch=[6]), IndexError, "index 6 in .*no index, as the input has no rows"),
+    (
+        lambda rt: rt.function(scaled, bcast_inputs="w")(X, Calls(rt.function(total))),
+        SerializationError,
+        "from code that runs in the middle of it, such as .*__reduce__",
+    ),
     (lambda rt: rt.function(total)(X, batch=7), (ValueError, IndexError), r"7"),
     # -- what it returns
     (lambda rt: rt.function(lambda x: "text")(X), (TypeError, ValueError), r"str|text"),
