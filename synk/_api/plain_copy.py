@@ -13,6 +13,7 @@ from typing import Any
 from synk._code.handles import Handle
 from synk._code.modules import is_users_module
 from synk._engine.argument import ObjectPickler
+from synk._wire.classes import by_word
 from synk._wire.parcels import Pickler
 
 
@@ -120,7 +121,7 @@ class _Copier(ObjectPickler):
     def class_recipe(self, cls: type, recipe: Any) -> Any:
         self.copied.append(cls)
         *parts, _, extra = recipe[1]  # the omitted argument identifies the class
-        return (recipe[0], (*parts, None, extra), *recipe[2:])
+        return by_word(cls, (recipe[0], (*parts, None, extra), *recipe[2:]), has_word=False)
 
 
 class CodePickler(Pickler):

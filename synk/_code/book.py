@@ -252,7 +252,8 @@ class Book(Shelf):
         """Bring the ranks a class, a function or a module, and all that it refers to, as it is now."""
         if self.is_prepared(what):
             return
-        self.prepared[what if isinstance(what, str) else id(what)] = what
+        key = what if isinstance(what, str) else id(what)
+        self.prepared[key] = what, False
         if isinstance(what, str):
             self.meet_module(what)
             parcels = {self._modules[name].parcel for name in self._met([what])}
@@ -265,6 +266,7 @@ class Book(Shelf):
         for node in sorted(nodes, key=lambda each: isinstance(each.obj, type)):  # what classes hold: instances of them
             if self._is_known(node):
                 self._pack_changes(node, named)
+        self.prepared[key] = what, True
 
     def _pack_now(self, actions: list[Any], is_optional: bool) -> Parcel:
         parcel = self.new_parcel()

@@ -39,6 +39,7 @@ from synk._code.parcels import Node, Parcel, Shelf
 from synk._code.trees import Tree, plain_facet, walk
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
+from synk._wire.classes import make_instance
 from synk._wire.file_maps import recipe_of_map
 from synk._wire.memory import PAGE_NBYTES
 from synk._wire.parcels import (
@@ -235,7 +236,10 @@ class PartsPickler(HandlePickler):
         found = contents_of(obj)
         if found is not None:
             return self._reduce_array(obj, found)
-        return self._reduce_instance(obj)
+        reduced = self._reduce_instance(obj)
+        is_plain = isinstance(reduced, tuple) and reduced[:2] == (_NEW, (type(obj),))
+        is_held_by_class = is_plain and any(map(self._book.is_in_preparation, type(obj).__mro__))
+        return (make_instance, *reduced[1:]) if is_held_by_class else reduced
 
     # -- code -------------------------------------------------------------------------------------------------------
 
@@ -460,6 +464,8 @@ _PLAIN = frozenset((dict, list, tuple, set))
 _LIGHT = (types.ModuleType, types.FunctionType, type, types.BuiltinFunctionType, *NUMBERS)
 """Globals that a function may need already while its parcel is being loaded."""
 _OBJECT: Any = object
+_NEW = object().__reduce_ex__(2)[0]
+"""Makes an object by ``__new__`` of its class."""
 _MANAGERS = "pandas.core.internals.managers"
 """The module of what holds a DataFrame's columns. Its list of axes is private and must fit the columns."""
 

@@ -138,9 +138,9 @@ class Shelf:
         By number, in the order in which they are loaded.
     unsettled : list of Parcel
         Parcels that may not have arrived everywhere.
-    prepared : dict of (int or str) to object
-        By id, or by the name of a module: code that may run while a parcel is loaded (see ``ComesFirst``), up to date
-        in this update.
+    prepared : dict of (int or str) to (object, bool)
+        By id, or by the name of a module: code that may run while a parcel is loaded (see ``ComesFirst``), brought in
+        this update, and whether all that it refers to was brought as well.
     trees : dict of int to Tree
         By the id of the root.
     apart : dict of int to object
@@ -153,7 +153,7 @@ class Shelf:
         self.namespaces: dict[int, Node] = {}
         self.parcels: dict[int, Parcel] = {}
         self.unsettled: list[Parcel] = []
-        self.prepared: dict[int | str, Any] = {}
+        self.prepared: dict[int | str, tuple[Any, bool]] = {}
         self.trees: dict[int, Any] = {}
         self.apart: dict[int, Any] = {}
         self._numbers = itertools.count(1)
@@ -218,6 +218,10 @@ class Shelf:
     def is_prepared(self, what: Any) -> bool:
         """Whether something is noted in ``prepared``."""
         return (what if isinstance(what, str) else id(what)) in self.prepared
+
+    def is_in_preparation(self, cls: type) -> bool:
+        """Whether something that a class refers to is being packed."""
+        return not self.prepared.get(id(cls), (cls, True))[1]
 
     def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
         """Record that ``parcel`` brings a change."""

@@ -7,14 +7,16 @@ nothing where it is known already.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import enum
+import types
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID, _extract_code_globals, _lookup_module_and_qualname
 
 from synk._wire.hints import add_annotations
 
@@ -76,12 +78,70 @@ def _same_as_inherited(cls: type) -> dict[str, Any]:
 
 
 def find_or_make(make: Any, args: tuple[Any, ...]) -> type:
-    """Return the class that this process has by the same number, or a new one, which is empty."""
+    """Return the class that this process has by the same number, or a new one, which is empty.
+
+    Hooks that came have run where the class was made, and what they did to objects comes with these. So only those run
+    here that name no such object: they may register the class in a library.
+    """
     found: type | None = _DYNAMIC_CLASS_TRACKER_BY_ID.get(args[_NUMBER])
     if found is None:
-        found = make(*args)
+        metaclass, bases = (type(args[0][-1]), args[0]) if type(args[0]) is tuple else (args[0], args[_BASES])
+        hooks = _hooks(metaclass, types.resolve_bases(bases))
+        owners = {cls for owner, *_ in hooks for cls in owner.__mro__ if cls in _came}
+        with contextlib.suppress(Exception), _without([each for each in hooks if _names_object(each[-1], {*owners})]):
+            found = make(*args)
+        if found is None:  # a hook needs what the class does not hold yet
+            with _without(hooks):
+                found = make(*args)
         _came[found] = None
     return found
+
+
+def _hooks(metaclass: type, bases: Iterable[type] = ()) -> list[tuple[type, str, Any]]:
+    """Return what came and runs when a class is made or filled, each with the class that has it and its name."""
+    names = ("__prepare__", "__new__", "__init__", "__setattr__")
+    places = [(cls, name) for cls in metaclass.__mro__ for name in names]
+    places += dict.fromkeys((cls, "__init_subclass__") for base in bases for cls in base.__mro__)
+    return [(cls, name, vars(cls)[name]) for cls, name in places if cls in _came and name in vars(cls)]
+
+
+def _names_object(value: Any, met: set[Any]) -> bool:
+    """Whether a value is an object that came, or a function that names one, or an attribute of a class in ``met``.
+
+    ``met`` gets the functions that were looked at.
+    """
+    code = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    if isinstance(code, types.ModuleType):
+        return False
+    is_code = isinstance(code, (type, types.FunctionType, types.BuiltinFunctionType))
+    if is_code and (code in met or _lookup_module_and_qualname(code) is not None):
+        return False
+    if not isinstance(code, types.FunctionType) or code.__defaults__ or code.__kwdefaults__ or vars(code):
+        return True
+    owners, table = [cls for cls in met if isinstance(cls, type)], {**vars(builtins), **code.__globals__}
+    met.add(code)
+    named = [table.get(name) for name in _extract_code_globals(code.__code__)]  # None: it is still to come
+    names = [name for name in code.__code__.co_names if not name.startswith("__")]
+    named += [vars(cls)[name] for cls in owners for name in names if name in vars(cls)]
+    has_cells = not {"__class__"}.issuperset(code.__code__.co_freevars)
+    return has_cells or any(_names_object(each, met) for each in named)
+
+
+@contextlib.contextmanager
+def _without(hooks: list[tuple[type, str, Any]]) -> Iterator[None]:
+    """Take hooks from their classes for a while."""
+    for cls, name, _ in hooks:
+        type.__delattr__(cls, name)
+    try:
+        yield
+    finally:
+        for each in hooks:
+            type.__setattr__(*each)
+
+
+def make_instance(cls: Any) -> Any:
+    """Return an empty object of a class whose own ``__new__`` may need what the class does not hold yet."""
+    return next(base for base in cls.__mro__ if base not in _came and "__new__" in vars(base)).__new__(cls)
 
 
 def fill_class(cls: type, state: tuple[Any, Any, str, Any]) -> None:
@@ -102,7 +162,8 @@ def fill_class(cls: type, state: tuple[Any, Any, str, Any]) -> None:
     _came[cls] = set(table)
     for member, name, value in slots.pop(_MEMBERS, ()):
         object.__setattr__(cls.__members__[member], name, value)  # type: ignore[attr-defined]
-    setter(cls, (table, slots))
+    with _without(_hooks(type(cls))):
+        setter(cls, (table, slots))
 
 
 def is_at_home(cls: type) -> bool:

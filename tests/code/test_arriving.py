@@ -5,7 +5,9 @@ The expected values come from the same reading of the object in this process.
 
 from __future__ import annotations
 
+import abc
 import array
+import collections.abc
 import enum
 import functools
 import pickle
@@ -114,12 +116,113 @@ SCRIPTS = {
         made = Planet.EARTH
         made.moons = ["moon"]
         """,
+    "a base that registers classes": """
+        class Base:
+            found, names, count = {}, [], 0
+            def __init_subclass__(cls, key, **options):
+                super().__init_subclass__(**options)
+                Base.found[key] = cls
+                cls.names.append(key)
+                Base.count += 1
+        class Model(Base, key="model"):
+            rate = property(lambda self: (type(self) is self.found["model"], len(self.found), self.names, Base.count))
+        class Other(Model, key="other"): pass
+        made = Model()
+        """,
+    "a base that registers classes by a helper": """
+        found, names, num = {}, [], 0
+        def note(cls):
+            global num
+            num += 1
+            found[cls.__name__] = cls
+            names.append(cls.__name__)
+        class Base:
+            def __init_subclass__(cls): note(cls)
+        class Model(Base):
+            rate = property(lambda self: (type(self) is found["Model"], [*found], names, num))
+        made = Model()
+        """,
+    "a base that registers classes in a closure": """
+        def base():
+            found, names = {}, []
+            class Base:
+                def __init_subclass__(cls): found[cls.__name__] = cls; names.append(cls.__name__)
+                rate = property(lambda self: (type(self) is found["Model"], [*found], names))
+            return Base
+        class Model(base()): pass
+        made = Model()
+        """,
+    "a base that checks classes": """
+        class Base:
+            def __init_subclass__(cls):
+                if not hasattr(cls, "rate"): raise TypeError("no rate")
+        class Model(Base):
+            rate = 2.0
+        made = Model()
+        """,
+    "a base that registers classes in a library": """
+        def register(cls): collections.abc.Sequence.register(cls)
+        class Base:
+            def __init_subclass__(cls): register(cls)
+            rate = property(lambda self: isinstance(self, collections.abc.Sequence))
+        class Model(Base): pass
+        made = Model()
+        """,
+    "a metaclass that registers classes": """
+        found, names = {}, []
+        class Meta(abc.ABCMeta):
+            def __new__(meta, name, bases, table, **options):
+                return found.setdefault(name, super().__new__(meta, name, (*bases, Mixin) if bases else (), table))
+            def __init__(cls, name, bases, table, key):
+                super().__init__(name, bases, table)
+                names.append(key)
+        class Mixin: kept = 3
+        class Base(metaclass=Meta, key=1):
+            rate = property(lambda self: (type(self) is found["Model"], [*found], names, self.kept))
+        class Model(Base, key=2): pass
+        made = Model()
+        """,
+    "a metaclass that refuses changes": """
+        class Meta(type):
+            def __setattr__(cls, name, value): raise AttributeError(name)
+        class Model(metaclass=Meta):
+            rate = 2.0
+        made = Model()
+        """,
+    "descriptors that register their names": """
+        found = []
+        class Field:
+            def __set_name__(self, owner, name): self.name = name; found.append((owner, name))
+            def __get__(self, obj, owner): return self if obj is None else (self.name, len(found), found[0][0] is owner)
+        class Model:
+            rate = Field()
+        made = Model()
+        """,
+    "a single object, in its class": """
+        class Model:
+            made = None
+            rate = property(lambda self: (type(self.made) is type(self), type(self)() is self.made))
+            def __new__(cls):
+                if cls.made is None: cls.made = super().__new__(cls)
+                return cls.made
+        made = Model()
+        """,
+    "a single object, in a global": """
+        objects = {}
+        class Model:
+            rate = property(lambda self: (len(objects), type(self)() is objects[type(self)]))
+            def __new__(cls):
+                if cls not in objects: objects[cls] = super().__new__(cls)
+                return objects[cls]
+        made = Model()
+        """,
 }
 """Classes of a script, and an object of them."""
 
 
 def made_by(source: str) -> Any:
-    names: dict[str, Any] = {"__name__": "__main__", "attrs": attrs, "enum": enum, "functools": functools}
+    modules = {"abc": abc, "attrs": attrs, "collections": collections, "enum": enum, "functools": functools}
+    names: dict[str, Any] = {"__name__": "__main__", **modules}
     exec(textwrap.dedent(source), names)
     return names["made"]
 
