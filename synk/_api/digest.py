@@ -1,13 +1,15 @@
 """What a function computes and what an item is, as digests: equal in every process, whatever its hash seed and folder.
 
 They do not depend on positions in a file, file names, addresses, or the order of sets and keys. Functions and classes
-of installed packages count by their names.
+of installed packages count by their names. A module of the program counts with what code reads of it, and with all that
+it holds where an object, a container or an argument is the module itself.
 """
 
 from __future__ import annotations
 
 import collections
 import hashlib
+import sys
 import types
 import weakref
 from collections.abc import Iterable, MutableMapping
@@ -16,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from synk._api.plain_copy import copied
-from synk._code.modules import PARTS, WRAPPERS, globals_in, imports_in, is_users_module, users_code
+from synk._code.modules import CELLS, PARTS, WRAPPERS, imported_in, is_users_module, reads_in, users_code
 from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._wire.parcels import CACHED, is_by_reference, reduced
+
+_OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__", "__annotations__"}
+"""What the import of a module puts into it."""
 
 _ATOMS = (bool, float, complex, str, type(None), type(...), type(NotImplemented), range, slice)
 
@@ -151,7 +156,7 @@ class _Values:
         if isinstance(obj, types.CodeType):
             return self._of_instructions(obj)
         if isinstance(obj, types.ModuleType):
-            return _hashed("module", obj.__name__)
+            return self._of_own(obj) if _is_own(obj) else _hashed("module", obj.__name__)
         if isinstance(obj, WRAPPERS):
             return _hashed(type(obj).__name__, *(self._of(getattr(obj, part, None)) for part in PARTS))
         if isinstance(obj, CACHED):
@@ -169,7 +174,7 @@ class _Values:
         return _hashed("code", code.co_name, code.co_code, table, *map(self._of, (names, counts, code.co_consts)))
 
     def _of_own(self, obj: Any) -> bytes:
-        """Return the digest of a function or a class of the program."""
+        """Return the digest of a function, a class or a module of the program."""
         if obj not in self._codes:
             self._codes[obj] = _hashed("own", *_Parts(obj).digests.values())
         return self._codes[obj]
@@ -198,34 +203,50 @@ class _Parts(_Values):
         super().__init__({})
         self.digests: dict[str, bytes] = {}
         self._titles: dict[int, str] = {}
-        self._add("the function", fn)
+        self._own: dict[str, Any] = {}  # by title
+        self._pending: list[str] = []
+        whole = self.part("the function", fn)
+        for title in self._pending:
+            obj = self._own[title]
+            is_module, is_class = isinstance(obj, types.ModuleType), isinstance(obj, type)
+            (self._add_module if is_module else self._add_class if is_class else self._add_function)(title, obj)
+        self.digests["the function"] = whole  # last: what has changed inside it says more
 
     def _add(self, part: str, value: Any) -> None:
         self.digests[part] = self.part(part, value)
 
     def _of_own(self, obj: Any) -> bytes:
-        title = self._titles.get(id(obj))
-        if title is None:
-            name = repr(obj.__qualname__)
-            alike = sum(each.startswith(name) for each in self._titles.values())
-            title = self._titles[id(obj)] = f"{name} ({alike + 1})" if alike else name
-            (self._add_class if isinstance(obj, type) else self._add_function)(title, obj)
+        title = self._title(obj)
+        if title not in self._own:
+            self._own[title] = obj
+            self._pending.append(title)
         return _hashed("own", title)
+
+    def _title(self, obj: Any) -> str:
+        if id(obj) not in self._titles:
+            is_module = isinstance(obj, types.ModuleType)
+            name = f"the module {obj.__name__!r}" if is_module else repr(obj.__qualname__)
+            alike = sum(each.startswith(name) for each in self._titles.values())
+            self._titles[id(obj)] = f"{name} ({alike + 1})" if alike else name
+        return self._titles[id(obj)]
 
     def _add_function(self, title: str, fn: types.FunctionType) -> None:
         code = fn.__code__
         self._add(f"the code of {title}", code)
         self._add(f"the defaults of {title}", [fn.__defaults__, fn.__kwdefaults__])
         self._add(f"the attributes of {title}", fn.__dict__)
-        for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
-            if cell != types.CellType():  # not empty
-                self._add(f"{name!r} that {title} captures", cell.cell_contents)
-        for name in sorted(globals_in(code) & fn.__globals__.keys()):
-            value = fn.__globals__[name]
-            self._add(f"the global {name!r} of {title}", value)
-            if isinstance(value, types.ModuleType):
-                self._add_used(value, _names_in(code))
-        self._add_imported(imports_in(code))
+        cells, reads = zip(code.co_freevars, fn.__closure__ or ()), reads_in(code, CELLS)
+        captured = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # not empty
+        for name, *path in sorted(reads | {(name,) for name in captured.keys() - {read[0] for read in reads}}):
+            if name in captured:
+                self._add_read(f"{name!r} that {title} captures", captured[name], path)
+        for name, *path in sorted(reads_in(code)):
+            if name in fn.__globals__:
+                self._add_read(f"the global {name!r} of {title}", fn.__globals__[name], path)
+        package = fn.__globals__.get("__package__") or ""
+        self._add_imported(code, package)
+        for name in sorted(imported_in(code, package)):
+            self._add_used(sys.modules.get(name), _names_in(code))
 
     def _add_class(self, title: str, cls: type) -> None:
         self._add(f"the bases of {title}", cls.__bases__)
@@ -233,25 +254,54 @@ class _Parts(_Values):
             if isinstance(value, (types.FunctionType, CACHED, *WRAPPERS)) or not name.startswith("__"):
                 self._add(f"{name!r} of {title}", value)
 
-    def _add_used(self, module: types.ModuleType, names: frozenset[str]) -> None:
-        """Add what code may use of a module of the program: whatever it names that the module has."""
-        for name in sorted(names & vars(module).keys()) if is_users_module(module.__name__) else ():
-            part, value = f"{name!r} of the module {module.__name__!r}", vars(module)[name]
-            if part not in self.digests:
-                self._add(part, value)
-                if isinstance(value, types.ModuleType):
-                    self._add_used(value, names)
+    def _add_module(self, title: str, module: types.ModuleType) -> None:
+        """Add all that a module holds: who has the module itself may use any of it."""
+        for name in sorted(vars(module).keys() - _OF_IMPORT):
+            self._add_read(f"{name!r} of {title}", vars(module)[name], [])
 
-    def _add_imported(self, names: Iterable[str]) -> None:
-        """Add the code of modules of the program that a function imports when it runs, and of what they import."""
-        for name in sorted(names):
+    def _add_read(self, part: str, value: Any, path: list[str]) -> None:
+        """Add a value; where code reads an attribute of a module of the program, only that attribute."""
+        if isinstance(value, types.ModuleType) and _is_own(value) and path and path[0] in vars(value):
+            self.digests[part] = _hashed("own", self._title(value))
+            self._add_read(f"{path[0]!r} of {self._title(value)}", vars(value)[path[0]], path[1:])
+        elif part not in self.digests or isinstance(value, types.ModuleType):
+            self._add(part, value)
+
+    def _add_imported(self, code: types.CodeType, package: str) -> None:
+        """Add the code of modules of the program that code imports when it runs, and of what they import."""
+        for name in sorted(imported_in(code, package)):
             part = f"the code of the module {name!r}"
-            code = None if part in self.digests else users_code(name)
-            if code is not None:
-                self._add(part, code)
-                self._add_imported(imports_in(code))
+            found = None if part in self.digests else users_code(name)
+            if found is not None:
+                self._add(part, found[0])
+                self._add_imported(*found)
+
+    def _add_used(self, module: Any, names: frozenset[str]) -> None:
+        """Add what code may use of a module that it imports when it runs and that the program, which can have changed
+        it, has imported: whatever it names that the module has.
+        """
+        if not isinstance(module, types.ModuleType) or not _is_own(module):
+            return
+        self.digests[f"that the program has imported {module.__name__!r}"] = b""
+        for name in sorted(names & vars(module).keys()):
+            part, value = f"{name!r} of {self._title(module)}", vars(module)[name]
+            if not isinstance(value, types.ModuleType):
+                self._add_read(part, value, [])
+            elif part not in self.digests:
+                self.digests[part] = _hashed("own", self._title(value))
+                self._add_used(value, names)
+
+
+def _is_own(module: types.ModuleType) -> bool:
+    """Whether a module is one of the program: the user's, the script, a package without a file, or made by hand."""
+    name = module.__name__
+    is_made_by_hand = type(module) is types.ModuleType and sys.modules.get(name) is not module
+    has_no_file = hasattr(module, "__path__") and getattr(module, "__file__", None) is None
+    return is_users_module(name) or name == "__main__" or is_made_by_hand or has_no_file
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names in a code object and the functions inside it, and the texts, which can be names for getattr."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    texts = (each for each in code.co_consts if isinstance(each, str))
+    return frozenset(code.co_names).union(texts, *map(_names_in, inner))

@@ -56,8 +56,10 @@ def is_users_module(name: Any) -> bool:
     return _is_users_file(file, name, hasattr(module, "__path__"))
 
 
-def users_code(name: str) -> types.CodeType | None:
-    """Return the code of a module of the user's program, which need not be imported yet; None for other modules."""
+def users_code(name: str) -> tuple[types.CodeType, str] | None:
+    """Return the code of a module of the user's program, which need not be imported yet, and the package from which
+    its relative imports count; None for other modules.
+    """
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):  # there is none, or it was made by hand
@@ -65,7 +67,8 @@ def users_code(name: str) -> types.CodeType | None:
     if spec is None or not spec.origin or not spec.has_location or name.partition(".")[0] in ("synk", "__main__"):
         return None
     is_own = _is_users_file(spec.origin, name, spec.submodule_search_locations is not None)
-    return spec.loader.get_code(name) if is_own and isinstance(spec.loader, InspectLoader) else None
+    code = spec.loader.get_code(name) if is_own and isinstance(spec.loader, InspectLoader) else None
+    return code and (code, spec.parent or "")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,11 +108,30 @@ def _library_folders() -> frozenset[str]:
     return frozenset(os.path.realpath(folder) for folder in folders if folder)
 
 
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_in(code: types.CodeType, ops: tuple[str, ...] = _GLOBALS) -> frozenset[tuple[str, ...]]:
+    """Return the globals (or, with ``CELLS``, the captured values) that a code object and the functions inside it name,
+    each followed by the attributes that are read from it at once: ``("np", "random", "rand")``.
+    """
+    found = set[tuple[str, ...]]()
+    path: tuple[str, ...] = ()
+    for each in dis.get_instructions(code):  # the last one returns
+        if path and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path = (*path, each.argval)
+        elif each.opname != "EXTENDED_ARG":
+            found.add(path)
+            path = (each.argval,) if each.opname in ops else ()
+    return frozenset(found - {()}).union(*(reads_in(inner, ops) for inner in _codes_in(code)))
+
+
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> frozenset[str]:
     """Return the globals that a code object and the functions inside it name."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(found.union(*map(globals_in, _codes_in(code))))
+    return frozenset(path[0] for path in reads_in(code))
 
 
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
@@ -126,6 +148,21 @@ def imports_in(code: types.CodeType) -> frozenset[str]:
         found |= {constant for constant in code.co_consts if type(constant) is str}
     found |= {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}  # packages first
     return frozenset(found.union(*map(imports_in, _codes_in(code))))
+
+
+@functools.lru_cache(maxsize=4096)
+def imported_in(code: types.CodeType, package: str) -> frozenset[str]:
+    """Return the names of ``imports_in``, those of relative imports in a package, and those that ``from`` imports take
+    from packages, which may be modules.
+    """
+    found = set(imports_in(code))
+    steps = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+    for level, taken, each in zip(steps, steps[1:], steps[2:]):
+        if each.opname == "IMPORT_NAME":
+            with contextlib.suppress(ImportError):  # it would fail there too
+                base = importlib.util.resolve_name("." * level.argval + each.argval, package)
+                found |= {base, *(f"{base}.{name}" for name in taken.argval or ())}
+    return frozenset(found.union(*(imported_in(inner, package) for inner in _codes_in(code))))
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -19,6 +19,11 @@ PROGRAM = """
 import collections, dataclasses, enum, functools
 import numpy as np
 import helpers_of_digests as helpers
+import attribute_of_digests, captured_of_digests, default_of_digests, dict_of_digests, partial_of_digests
+import passed_of_digests, set_of_digests
+
+IMPL = {"dict": dict_of_digests}
+set_of_digests.OFFSET = 4
 
 RATE = 0.5
 NAMES = {"a", "b", "c"}
@@ -41,6 +46,7 @@ class Model:
     def __init__(self):
         self.weights = np.ones(3)
         self.seen = {"x", "y", "z"}
+        self.kept = attribute_of_digests
 
     @property
     def scale(self):
@@ -62,19 +68,36 @@ def make(offset):
 
 shifted = make(10)
 
+def with_captured(kept):
+    return lambda x: getattr(kept, "scale")(x)
+
+captured = with_captured(captured_of_digests)
+
+def passed(kept, x, default=default_of_digests):
+    return kept.scale(default.scale(x))
+
 def other(x):
     return f(x - 1) if x > 1000 else x  # they call each other
 
-def f(x, power=2, *, kind=Kind.A):
+def f(x, power=2, *, kind=Kind.A, kept=None):
+    import set_of_digests
     from late_of_digests import late
+    from package_of_digests import inner
+    x = inner.inner(captured(passed(passed_of_digests, IMPL["dict"].scale(x)))) + set_of_digests.offset()
     names = [name for name in NAMES if name in {"a", "q", "r"}]
     lam = lambda y: y * TABLE["one"]
     return helpers.twice(model.apply(x) ** power + RATE) + lam(other(x)) + shifted(x) + Point().x + late(len(CYCLE))
 
-f = functools.partial(f, power=3)
+f = functools.partial(f, power=3, kept=partial_of_digests)
 """
 
+KEPT = [f"{how}_of_digests" for how in ("attribute", "captured", "default", "dict", "partial", "passed")]
 FILES = {
+    **{f"{name}.py": "STEP = 2\ndef scale(x):\n    return STEP * x\n" for name in KEPT},
+    "set_of_digests.py": "OFFSET = 1\ndef offset():\n    return OFFSET\n",
+    "package_of_digests/__init__.py": "",
+    "package_of_digests/inner.py": "def inner(x):\n    from . import deep\n    return deep.deep(x)\n",
+    "package_of_digests/deep.py": "def deep(x):\n    return x + 6\n",
     "helpers_of_digests.py": "STEP = 2\ndef twice(x):\n    return STEP * x\ndef unused(x):\n    return 1\n",
     "late_of_digests.py": "def late(x):\n    return x + 4\n",
 }
@@ -91,6 +114,11 @@ KINDS = {  # file (the program's where it is empty), what, by what, the part tha
     "an inner function": ("", 'y * TABLE["one"]', 'y + TABLE["one"]', "the code of 'f'"),
     "a default": ("", "power=2, *", "power=4, *", "the defaults of 'f'"),
     "a partial's argument": ("", "f, power=3", "f, power=5", "the function"),
+    **{name: (f"{name}.py", "STEP = 2", "STEP = 3", f"'STEP' of the module {name!r}") for name in KEPT},
+    "a module's number that the program sets": ("", "OFFSET = 4", "OFFSET = 5", "the global 'OFFSET' of 'offset'"),
+    "a module of a package": (
+        "package_of_digests/deep.py", "x + 6", "x + 7", "the code of the module 'package_of_digests.deep'"
+    ),
     "a captured value": ("", "make(10)", "make(11)", "'offset' that 'make.<locals>.inner' captures"),
     "a number": ("", "RATE = 0.5", "RATE = 0.25", "the global 'RATE' of 'f'"),
     "an int for a float": ("", "RATE = 0.5", "RATE = 1", "the global 'RATE' of 'f'"),
@@ -118,14 +146,15 @@ items = [
     1, 2**70, -0.0, "text", b"bytes", None, {"a", "b", "c"}, {"x": {1: 2.5}, "y": ()}, ("a", frozenset("xyz")),
     np.float32(2), np.array(["u", "vw"]), np.array([1, None, "t"], object), np.zeros(0), Point(4), Kind.A, model, f,
     Model.apply, shifted, collections.OrderedDict(b=1, a=2), functools.partial(shifted, 1), np.random.default_rng(3),
+    helpers, set_of_digests, np,
 ]
 print(json.dumps([digests_of(f), [ItemDigests()(item).hex() for item in items]]))
 """
 
 
 def written(folder: Path, **changed: str) -> Path:
-    folder.mkdir()
     for file, text in {"program.py": PROGRAM, **FILES, **changed}.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
     return folder
 
@@ -134,7 +163,7 @@ def digests(folder: Path) -> dict[str, str]:
     """Return the digests of the program in a folder."""
     program = types.ModuleType("a_program")
     for file in FILES:
-        sys.modules.pop(file.removesuffix(".py"), None)
+        sys.modules.pop(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         path = folder / "program.py"
