@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,12 @@ from synk._wire.parcels import CACHED, is_by_reference, reduced
 
 _OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__", "__annotations__"}
 """What the import of a module puts into it."""
+
+_OF_CLASS = {
+    "__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__annotations_cache__", "__firstlineno__",
+    "__static_attributes__",
+}  # fmt: skip
+"""What a class statement puts into any class: slots, texts, and where it is."""
 
 _ATOMS = (bool, float, complex, str, type(None), type(...), type(NotImplemented), range, slice)
 
@@ -158,7 +164,11 @@ class _Values:
         if isinstance(obj, types.ModuleType):
             return self._of_own(obj) if _is_own(obj) else _hashed("module", obj.__name__)
         if isinstance(obj, WRAPPERS):
-            return _hashed(type(obj).__name__, *(self._of(getattr(obj, part, None)) for part in PARTS))
+            held = [getattr(obj, part, None) for part in (*PARTS, "args", "keywords")]
+            own = None if type(obj) in WRAPPERS else vars(obj)
+            return _hashed("wrapper", *map(self._of, (type(obj), *held, own)))
+        if isinstance(obj, TypeVar):  # its pickle has a random number
+            return _hashed("type variable", obj.__name__, self._of([obj.__bound__, obj.__constraints__]))
         if isinstance(obj, CACHED):
             return _hashed("cached", self._of(obj.__wrapped__))
         if not isinstance(obj, (types.FunctionType, type)):
@@ -250,9 +260,9 @@ class _Parts(_Values):
 
     def _add_class(self, title: str, cls: type) -> None:
         self._add(f"the bases of {title}", cls.__bases__)
-        for name, value in sorted(vars(cls).items()):
-            if isinstance(value, (types.FunctionType, CACHED, *WRAPPERS)) or not name.startswith("__"):
-                self._add(f"{name!r} of {title}", value)
+        self._add(f"the metaclass of {title}", type(cls))
+        for name in sorted(vars(cls).keys() - _OF_CLASS):
+            self._add(f"{name!r} of {title}", vars(cls)[name])
 
     def _add_module(self, title: str, module: types.ModuleType) -> None:
         """Add all that a module holds: who has the module itself may use any of it."""

@@ -16,7 +16,7 @@ import pytest
 from synk._api.digest import ItemDigests, digests_of
 
 PROGRAM = """
-import collections, dataclasses, enum, functools
+import collections, dataclasses, enum, functools, typing
 import numpy as np
 import helpers_of_digests as helpers
 import attribute_of_digests, captured_of_digests, default_of_digests, dict_of_digests, partial_of_digests
@@ -39,9 +39,16 @@ class Kind(enum.Enum):
 @dataclasses.dataclass
 class Point:
     x: int = 3
+    y: int = dataclasses.field(default=0, metadata={"unit": "m"})
 
-class Model:
+class Sized(type):
+    @property
+    def size(cls):
+        return 7
+
+class Model(metaclass=Sized):
     depth = 2
+    __slots__ = ("__dict__", "weights")
 
     def __init__(self):
         self.weights = np.ones(3)
@@ -58,6 +65,14 @@ class Model:
 
     def apply(self, x):
         return self.depth * x
+
+    tripled = functools.partialmethod(apply, 3)
+    __call__ = functools.partial(pow, 11)
+
+T = typing.TypeVar("T")
+
+class Box(typing.Generic[T]):
+    pass
 
 model = Model()
 
@@ -84,6 +99,7 @@ def f(x, power=2, *, kind=Kind.A, kept=None):
     from late_of_digests import late
     from package_of_digests import inner
     x = inner.inner(captured(passed(passed_of_digests, IMPL["dict"].scale(x)))) + set_of_digests.offset()
+    kinds = [helpers.Kept]
     names = [name for name in NAMES if name in {"a", "q", "r"}]
     lam = lambda y: y * TABLE["one"]
     return helpers.twice(model.apply(x) ** power + RATE) + lam(other(x)) + shifted(x) + Point().x + late(len(CYCLE))
@@ -98,7 +114,8 @@ FILES = {
     "package_of_digests/__init__.py": "",
     "package_of_digests/inner.py": "def inner(x):\n    from . import deep\n    return deep.deep(x)\n",
     "package_of_digests/deep.py": "def deep(x):\n    return x + 6\n",
-    "helpers_of_digests.py": "STEP = 2\ndef twice(x):\n    return STEP * x\ndef unused(x):\n    return 1\n",
+    "helpers_of_digests.py": "STEP = 2\ndef twice(x):\n    return STEP * x\ndef unused(x):\n    return 1\n"
+    "class Named(property):\n    pass\nclass Kept:\n    size = Named(twice)\n    size.unit = 'kg'\n",
     "late_of_digests.py": "def late(x):\n    return x + 4\n",
 }
 
@@ -129,6 +146,11 @@ KINDS = {  # file (the program's where it is empty), what, by what, the part tha
     "a method": ("", "self.depth * x", "self.depth + x", "the code of 'Model.apply'"),
     "a property": ("", "2 * RATE", "3 * RATE", "the code of 'Model.scale'"),
     "a cached method": ("", "return x + 1", "return x + 2", "the code of 'Model.cached'"),
+    "a partial method's argument": ("", "apply, 3)", "apply, 4)", "'tripled' of 'Model'"),
+    "a partial that is a method": ("", "pow, 11", "pow, 12", "'__call__' of 'Model'"),
+    "an attribute of a kind of property": ("helpers_of_digests.py", "'kg'", "'lb'", "'size' of 'Kept'"),
+    "a metaclass": ("", "return 7", "return 8", "the code of 'Sized.size'"),
+    "a field's metadata": ("", '"unit": "m"', '"unit": "cm"', "'__dataclass_fields__' of 'Point'"),
     "a field's default": ("", "x: int = 3", "x: int = 4", "the defaults of 'Point.__init__'"),
     "a member": ("", "A = 1", "A = 2", "'A' of 'Kind'"),
     "a function that calls it": ("", "else x  #", "else -x  #", "the code of 'other'"),
@@ -146,7 +168,7 @@ items = [
     1, 2**70, -0.0, "text", b"bytes", None, {"a", "b", "c"}, {"x": {1: 2.5}, "y": ()}, ("a", frozenset("xyz")),
     np.float32(2), np.array(["u", "vw"]), np.array([1, None, "t"], object), np.zeros(0), Point(4), Kind.A, model, f,
     Model.apply, shifted, collections.OrderedDict(b=1, a=2), functools.partial(shifted, 1), np.random.default_rng(3),
-    helpers, set_of_digests, np,
+    helpers, set_of_digests, np, Box,
 ]
 print(json.dumps([digests_of(f), [ItemDigests()(item).hex() for item in items]]))
 """
