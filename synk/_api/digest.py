@@ -1,18 +1,17 @@
 """What a function computes and what an item is, as digests: equal in every process, whatever its hash seed and folder.
 
-They do not depend on positions in a file, file names, addresses, or the order of sets and keys. Functions and classes
+They do not depend on positions in a file, file names, addresses, or the order of sets. Functions and classes
 of installed packages count by their names. A module of the program counts with what code reads of it, and with all that
 it holds where an object, a container or an argument is the module itself.
 """
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import sys
 import types
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -142,11 +141,9 @@ class _Values:
             return _hashed(kind.__name__, *map(self._of, obj))
         if kind in (set, frozenset):
             return _hashed(kind.__name__, *sorted(map(self._of, obj)))
-        return self._of_items(obj.items()) if kind in (dict, types.MappingProxyType) else b""
-
-    def _of_items(self, items: Iterable[tuple[Any, Any]]) -> bytes:
-        keyed = sorted([(self._of(key), value) for key, value in items], key=lambda item: item[0])
-        return _hashed("items", *(part for key, value in keyed for part in (key, self._of(value))))
+        if kind in (dict, types.MappingProxyType):  # code sees the order of keys
+            return _hashed("dict", *(self._of(each) for item in obj.items() for each in item))
+        return b""
 
     def _of_array(self, obj: Any) -> bytes:
         if is_tensor(obj) and is_plain(obj):
@@ -196,9 +193,7 @@ class _Values:
         if isinstance(recipe, str):
             return _hashed("name", str(getattr(obj, "__module__", "")), recipe)
         make, args, state, values, items = (*recipe, None, None, None)[:5]
-        parts = [self._of(make), self._of(args), self._of(state), self._of(list(values or ()))]
-        is_ordered = isinstance(obj, collections.OrderedDict)
-        return _hashed("object", *parts, self._of(list(items or ())) if is_ordered else self._of_items(items or ()))
+        return _hashed("object", *map(self._of, (make, args, state, list(values or ()), list(items or ()))))
 
 
 class _Parts(_Values):

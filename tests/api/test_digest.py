@@ -29,6 +29,8 @@ RATE = 0.5
 NAMES = {"a", "b", "c"}
 TABLE = {"one": 1, "two": [2, 3]}
 ARRAY = np.arange(5.0)
+COUNTS = collections.Counter("aab")
+KEYED = functools.partial(dict, one=1, two=2)
 CYCLE = [1]
 CYCLE.append(CYCLE)
 UNUSED = 1
@@ -99,7 +101,7 @@ def f(x, power=2, *, kind=Kind.A, kept=None):
     from late_of_digests import late
     from package_of_digests import inner
     x = inner.inner(captured(passed(passed_of_digests, IMPL["dict"].scale(x)))) + set_of_digests.offset()
-    kinds = [helpers.Kept]
+    kinds = [helpers.Kept, *COUNTS, *KEYED()]
     names = [name for name in NAMES if name in {"a", "q", "r"}]
     lam = lambda y: y * TABLE["one"]
     return helpers.twice(model.apply(x) ** power + RATE) + lam(other(x)) + shifted(x) + Point().x + late(len(CYCLE))
@@ -122,7 +124,7 @@ FILES = {
 KINDS = {  # file (the program's where it is empty), what, by what, the part that changes, if any
     "a comment": ("", "def f(", "# a comment\n\ndef f(", None),
     "a blank line inside": ("", "    names =", "\n    names =", None),
-    "the order of a set and a dict": ("", '{"one": 1, "two": [2, 3]}', '{"two": [2, 3], "one": 1}', None),
+    "the order of a set": ("", '{"a", "b", "c"}', '{"c", "b", "a"}', None),
     "a global that nothing names": ("", "UNUSED = 1", "UNUSED = 2", None),
     "a function of a module that nothing names": ("helpers_of_digests.py", "return 1", "return 2", None),
     "the code": ("", "lam(other(x)) + ", "lam(other(x)) - ", "the code of 'f'"),
@@ -141,6 +143,11 @@ KINDS = {  # file (the program's where it is empty), what, by what, the part tha
     "an int for a float": ("", "RATE = 0.5", "RATE = 1", "the global 'RATE' of 'f'"),
     "an element of a set": ("", '"a", "b", "c"', '"a", "b", "d"', "the global 'NAMES' of 'f'"),
     "an entry of a dict": ("", "[2, 3]", "[2, 4]", "the global 'TABLE' of 'f'"),
+    "the order of a dict": (
+        "", '{"one": 1, "two": [2, 3]}', '{"two": [2, 3], "one": 1}', "the global 'TABLE' of 'f'"
+    ),
+    "the order of a counter": ("", 'Counter("aab")', 'Counter("baa")', "the global 'COUNTS' of 'f'"),
+    "the order of a partial's arguments": ("", "one=1, two=2", "two=2, one=1", "the global 'KEYED' of 'f'"),
     "an object's array": ("", "np.ones(3)", "np.zeros(3)", "the global 'model' of 'f'"),
     "a class's number": ("", "depth = 2", "depth = 3", "'depth' of 'Model'"),
     "a method": ("", "self.depth * x", "self.depth + x", "the code of 'Model.apply'"),
@@ -228,3 +235,4 @@ def test_equal_items_have_equal_digests_wherever_they_lie() -> None:
     for one, other in pairs:
         assert ItemDigests()(one) == ItemDigests()(other)
     assert ItemDigests()([1, [2]]) != ItemDigests()([[1], 2])
+    assert ItemDigests()({1: 2, 3: 4}) != ItemDigests()({3: 4, 1: 2})
