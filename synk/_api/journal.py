@@ -26,6 +26,7 @@ from synk.errors import ItemError
 Pairs = Generator[tuple[int, Any], None, None]
 """Yields numbers of items, with the items or with their outcomes."""
 
+_TABLES = "SELECT tbl_name FROM sqlite_master"
 _OPEN = (
     "PRAGMA locking_mode=EXCLUSIVE",
     "PRAGMA journal_mode=WAL",  # a power failure loses the last results at most
@@ -62,12 +63,22 @@ class Journal:
     def __init__(self, path: Any, name: str, fn: Any, key: Any, version: Any) -> None:
         import sqlite3  # maps without a journal need none of it
 
-        self._path, self._name, self._key = os.fspath(path), name, key
+        self._path, self._name, self._key = os.fsdecode(path), name, key
         self._digest = ItemDigests()
+        folder = os.path.dirname(os.path.abspath(self._path))
+        if self._path in ("", ":memory:"):
+            raise self._error("a name under which SQLite keeps nothing", "the path of a file. Name one")
+        if not os.path.isdir(folder):
+            got = f"a file in the missing folder {folder!r}"
+            raise self._error(got, "one in a folder that exists. Make the folder first")
         own = self._parts_of(fn, version)
         try:
             self._db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
             self.close = weakref.finalize(self, _close, self._db, os.getpid())
+            tables = {table for (table,) in self._db.execute(_TABLES)}
+            if not tables <= {"synk_journal"}:
+                expected = "a journal, or a new file. Name another file"
+                raise self._error(f"a database of another program (with {short_repr(min(tables))})", expected)
             for command in _OPEN:
                 self._db.execute(command)
             self._db.execute(_INSERT, (-1, b"", json.dumps(own)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -122,6 +123,9 @@ def test_it_is_refused_with_what_has_changed(rt: synk.Runtime, tmp_path: Path, s
 
     made("scaled"), made("keyed", key=str), made("versioned", version=3)
     (tmp_path / "text").write_text("some text\n" * 1000)
+    with contextlib.closing(sqlite3.connect(tmp_path / "database")) as database:
+        database.execute("CREATE TABLE notes (text)")
+    before = (tmp_path / "database").read_bytes()
     held = rt.map(scaled, range(4), journal=tmp_path / "held")
     next(held)
 
@@ -140,7 +144,11 @@ def test_it_is_refused_with_what_has_changed(rt: synk.Runtime, tmp_path: Path, s
         "key": (lambda: made("keyed", key=repr), ValueError, "changed: the function"),
         "version": (lambda: made("versioned", version=4), ValueError, r"changed: the version\)"),
         "a file of text": (lambda: made("text"), ValueError, "file is not a database"),
-        "no folder": (lambda: made("none/journal"), ValueError, "unable to open database file"),
+        "a database": (lambda: made("database"), ValueError, r"a database of another program \(with 'notes'\), exp"),
+        "no folder": (lambda: made("none/journal"), ValueError, "in the missing folder '.*none', .* Make the folder"),
+        "a folder": (lambda: made(""), ValueError, "unable to open database file"),
+        "no name": (lambda: rt.map(scaled, [1], journal=""), ValueError, "journal='': got a name under which SQLite"),
+        "memory": (lambda: rt.map(scaled, [1], journal=b":memory:"), ValueError, "expected the path of a file"),
         "in use": (lambda: made("held"), ValueError, "database is locked.*that no other map uses"),
         "a captured lock": (lambda: made("new", lambda n: lock), TypeError, "'lock' that .* captures.*Pass version="),
         "a lock as an item": (lambda: made("new", items=[lock]), TypeError, r"item 0 \(<unlocked.*Pass key="),
@@ -154,6 +162,7 @@ def test_it_is_refused_with_what_has_changed(rt: synk.Runtime, tmp_path: Path, s
     for kind, (call, error, text) in cases.items():
         with subtests.test(kind=kind), pytest.raises(error, match=text):
             call()
+    assert (tmp_path / "database").read_bytes() == before
     assert made("scaled") == [0.0, 2.0, 4.0, 6.0]
     assert made("keyed", key=str) == made("versioned", version=3) == made("scaled")
     assert made("versioned", lambda n: "not called: the version is the same", version=3) == made("scaled")
