@@ -7,7 +7,9 @@ it holds where an object, a container or an argument is the module itself.
 
 from __future__ import annotations
 
+import abc
 import hashlib
+import operator
 import sys
 import types
 import weakref
@@ -26,9 +28,9 @@ _OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file
 
 _OF_CLASS = {
     "__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__annotations_cache__", "__firstlineno__",
-    "__static_attributes__",
+    "__static_attributes__", "_abc_impl",
 }  # fmt: skip
-"""What a class statement puts into any class: slots, texts, and where it is."""
+"""What a class statement puts into any class: slots, texts, where it is, and what its ``isinstance`` has seen."""
 
 _ATOMS = (bool, float, complex, str, type(None), type(...), type(NotImplemented), range, slice)
 
@@ -183,7 +185,8 @@ class _Values:
     def _of_own(self, obj: Any) -> bytes:
         """Return the digest of a function, a class or a module of the program."""
         if obj not in self._codes:
-            self._codes[obj] = _hashed("own", *_Parts(obj).digests.values())
+            parts = sorted(_Parts(obj).digests.items())  # a set of classes has another order in each process
+            self._codes[obj] = _hashed("own", *(each for part in parts for each in part))
         return self._codes[obj]
 
     def _of_object(self, obj: Any) -> bytes:
@@ -256,6 +259,10 @@ class _Parts(_Values):
     def _add_class(self, title: str, cls: type) -> None:
         self._add(f"the bases of {title}", cls.__bases__)
         self._add(f"the metaclass of {title}", type(cls))
+        if isinstance(cls, abc.ABCMeta):
+            registered = [each() for each in abc._get_dump(cls)[0]]  # type: ignore[attr-defined]
+            by_name = sorted(filter(None, registered), key=operator.attrgetter("__module__", "__qualname__"))
+            self._add(f"what is registered with {title}", by_name)
         for name in sorted(vars(cls).keys() - _OF_CLASS):
             self._add(f"{name!r} of {title}", vars(cls)[name])
 

@@ -16,7 +16,7 @@ import pytest
 from synk._api.digest import ItemDigests, digests_of
 
 PROGRAM = """
-import collections, dataclasses, enum, functools, typing
+import abc, collections, collections.abc, dataclasses, enum, functools, typing
 import numpy as np
 import helpers_of_digests as helpers
 import attribute_of_digests, captured_of_digests, default_of_digests, dict_of_digests, partial_of_digests
@@ -71,6 +71,22 @@ class Model(metaclass=Sized):
     tripled = functools.partialmethod(apply, 3)
     __call__ = functools.partial(pow, 11)
 
+class Shape(abc.ABC):
+    @abc.abstractmethod
+    def area(self):
+        return 0
+
+class Square(Shape, collections.abc.Sized):
+    area = __len__ = lambda self: 9
+
+Shape.register(Point)
+isinstance(1, Square)
+
+@typing.runtime_checkable
+class Measured(typing.Protocol):
+    def area(self):
+        return 0
+
 T = typing.TypeVar("T")
 
 class Box(typing.Generic[T]):
@@ -101,7 +117,7 @@ def f(x, power=2, *, kind=Kind.A, kept=None):
     from late_of_digests import late
     from package_of_digests import inner
     x = inner.inner(captured(passed(passed_of_digests, IMPL["dict"].scale(x)))) + set_of_digests.offset()
-    kinds = [helpers.Kept, *COUNTS, *KEYED()]
+    kinds = [helpers.Kept, Square(), Measured, *COUNTS, *KEYED()]
     names = [name for name in NAMES if name in {"a", "q", "r"}]
     lam = lambda y: y * TABLE["one"]
     return helpers.twice(model.apply(x) ** power + RATE) + lam(other(x)) + shifted(x) + Point().x + late(len(CYCLE))
@@ -156,6 +172,9 @@ KINDS = {  # file (the program's where it is empty), what, by what, the part tha
     "a partial method's argument": ("", "apply, 3)", "apply, 4)", "'tripled' of 'Model'"),
     "a partial that is a method": ("", "pow, 11", "pow, 12", "'__call__' of 'Model'"),
     "an attribute of a kind of property": ("helpers_of_digests.py", "'kg'", "'lb'", "'size' of 'Kept'"),
+    "a class of what has an abstract one": ("", "self: 9", "self: 8", "the code of 'Square.<lambda>'"),
+    "what an abstract class has seen": ("", "isinstance(1, Square)", "isinstance(1.5, Square)", None),
+    "a registered class": ("", "register(Point)", "register(Kind)", "what is registered with 'Shape'"),
     "a metaclass": ("", "return 7", "return 8", "the code of 'Sized.size'"),
     "a field's metadata": ("", '"unit": "m"', '"unit": "cm"', "'__dataclass_fields__' of 'Point'"),
     "a field's default": ("", "x: int = 3", "x: int = 4", "the defaults of 'Point.__init__'"),
@@ -175,7 +194,7 @@ items = [
     1, 2**70, -0.0, "text", b"bytes", None, {"a", "b", "c"}, {"x": {1: 2.5}, "y": ()}, ("a", frozenset("xyz")),
     np.float32(2), np.array(["u", "vw"]), np.array([1, None, "t"], object), np.zeros(0), Point(4), Kind.A, model, f,
     Model.apply, shifted, collections.OrderedDict(b=1, a=2), functools.partial(shifted, 1), np.random.default_rng(3),
-    helpers, set_of_digests, np, Box,
+    helpers, set_of_digests, np, Box, Square, {Shape, Square, Point},
 ]
 print(json.dumps([digests_of(f), [ItemDigests()(item).hex() for item in items]]))
 """
