@@ -11,6 +11,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import os
 import queue
 import select
@@ -276,7 +277,7 @@ class _Driver:
                     self._wait(_LOOK_MS, self._session.processes.descriptors())
                 elif not self._is_stopping:
                     self._wait(None)
-            except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
+            except BaseException as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error, newest, maps)
                 newest, maps = None, []
                 self._wait(_LOOK_MS)  # another thread may run a function in the program's own rank for a while
@@ -302,8 +303,8 @@ class _Driver:
                 continue
             try:
                 task = self._tasks.add([fn], self._end)
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:
+                _settle(future, future.set_exception, error)
                 continue
             # Noted before it is sent: ``send`` may already take in the outcome, or fail and lose the task.
             self._futures[task] = future
@@ -314,11 +315,11 @@ class _Driver:
         future = self._futures.pop(task)
         try:
             (result,) = task.outcome()
-        except Exception as error:
+        except BaseException as error:
             outline(error)
-            future.set_exception(error)
+            _settle(future, future.set_exception, error)
         else:
-            future.set_result(result)
+            _settle(future, future.set_result, result)
 
     def _advance(self) -> bool:
         """Take the maps a step further. Return whether one has given results."""
@@ -345,11 +346,19 @@ class _Driver:
             self._tasks.cancel()
         # Not before: whoever hears of one may submit another, which is not lost.
         for future in lost:
-            future.set_exception(error)
+            _settle(future, future.set_exception, error)
         for each in maps:  # some may have ended before
             each.end(error)
             with contextlib.suppress(ValueError):
                 self._maps.remove(each)
+
+
+def _settle(future: concurrent.futures.Future[Any], settle: Callable[[Any], None], outcome: Any) -> None:
+    """Give a future its outcome. What a callback raises is logged, as the future itself logs an ``Exception``."""
+    try:
+        settle(outcome)
+    except BaseException:
+        logging.getLogger("concurrent.futures").exception("exception calling callback for %r", future)
 
 
 def _next(waiting: deque[R]) -> R | None:
@@ -392,7 +401,7 @@ class _Map:
             for chunk in done or ():
                 for _, values in self._job.runs_of(chunk):
                     self._arrived.put(values)
-        except Exception as error:
+        except BaseException as error:
             self.end(error)
             return False
         if done is None:

@@ -203,9 +203,8 @@ class Job:
             numbers, found = chunk.outcomes.pop()
             try:
                 results = [self._failed(numbers[0], found)] if isinstance(found, Exception) else self._loaded(found)
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:  # the user's classes run code here
+                raise_if_of_handler(error)
                 if isinstance(found, Exception):
                     raise
                 results = [self._failed(numbers[0], self._unloadable(numbers[0], error))]
@@ -328,7 +327,7 @@ class MapJob(Job):
                     known.clear()
                 try:
                     items.append(self._packed(item))
-                except Exception as error:
+                except BaseException as error:
                     raise_if_of_handler(error)
                     unsent = self._unsendable(item, len(items), error)
                     break
@@ -370,7 +369,7 @@ class MapJob(Job):
         self._position += len(items)
         return Chunk(self, numbers, items)
 
-    def _unsendable(self, item: Any, index: int, error: Exception) -> SerializationError:
+    def _unsendable(self, item: Any, index: int, error: BaseException) -> SerializationError:
         number = self._position + index if self._numbers is None else self._numbers[-1]
         unsent = SerializationError(
             f"cannot send item {number} ({short_repr(item)}) of the map of {self.name!r} to a worker: "

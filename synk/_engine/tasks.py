@@ -90,7 +90,7 @@ class Tasks(Job):
         """Pickle calls. :meth:`send` sends them."""
         try:
             items = [self._packed(each) for each in calls]
-        except Exception as error:
+        except BaseException as error:
             raise_if_of_handler(error)
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."

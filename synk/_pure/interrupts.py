@@ -129,8 +129,8 @@ def _stand_in(signum: int, frame: FrameType | None) -> None:
         gate.hold()
 
 
-def raise_if_of_handler(raised: Exception) -> None:
-    """Raise an exception again, or what has caused it, if a handler of a signal has raised that.
+def raise_if_of_handler(raised: BaseException) -> None:
+    """Raise an exception again, or what has caused it, if a handler of a signal has raised that, as of Ctrl-C.
 
     Asked before an object is blamed for it: the code that a signal has broken off, such as a pickling rule, is not at
     fault.
@@ -138,6 +138,8 @@ def raise_if_of_handler(raised: Exception) -> None:
     error: BaseException | None = raised
     codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
     while error is not None:
+        if isinstance(error, KeyboardInterrupt) and threading.get_ident() == _gate.main_thread:
+            raise error
         at = error.__traceback__
         while at is not None:
             if at.tb_frame.f_code in codes:

@@ -23,6 +23,7 @@ import pytest
 from support import harness
 from support.beside import beside
 from support.gates import Gate
+from support.saboteurs import AtPickle
 
 import synk
 from synk.errors import (
@@ -67,9 +68,11 @@ def test_submit_and_what_it_raises(executor: synk.Executor) -> None:
     with pytest.raises(ValueError, match="text") as caught:
         executor.submit(fail, "text").result()
     assert isinstance(caught.value.__cause__, RemoteError)
-    for unpicklable in (threading.Lock(), (n for n in range(3))):
+    for unpicklable in (threading.Lock(), (n for n in range(3)), *map(AtPickle, ENDS)):
         with pytest.raises(SerializationError):
-            executor.submit(id, unpicklable).result()
+            executor.submit(id, unpicklable).result(60)
+        with pytest.raises(SerializationError):
+            list(executor.map(id, [1, unpicklable], timeout=60))
     with pytest.raises(SerializationError):
         executor.submit(lambda: threading.Lock()).result()
     assert executor.submit(abs, -1).result() == 1
@@ -77,6 +80,13 @@ def test_submit_and_what_it_raises(executor: synk.Executor) -> None:
 
 class Thing:
     pass
+
+
+def end(error: type[BaseException]) -> Any:
+    raise error("in the user's code")
+
+
+ENDS = [functools.partial(end, error) for error in (SystemExit, GeneratorExit, KeyboardInterrupt)]
 
 
 def test_map_is_the_built_in_one(executor: synk.Executor, gate: Gate) -> None:
@@ -160,6 +170,11 @@ def test_callbacks(executor: synk.Executor, caplog: pytest.LogCaptureFixture) ->
     future.add_done_callback(go_on)
     assert is_over.wait(60)
     assert found == [(4, 4.0), 9]
+    for each in ENDS:
+        future = executor.submit(abs, -2)
+        future.add_done_callback(lambda done, each=each: each())
+        assert future.result(60) == 2
+    assert executor.submit(abs, -3).result(60) == 3
 
 
 def test_a_callback_may_shut_down_and_submit_while_tasks_are_cancelled(shared_runtimes: Any, gate: Gate) -> None:
