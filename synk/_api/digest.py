@@ -21,6 +21,7 @@ import numpy as np
 from synk._api.plain_copy import copied
 from synk._code.modules import CELLS, PARTS, WRAPPERS, imported_in, is_users_module, reads_in, users_code
 from synk._pure.tensors import array_of, is_plain, is_tensor
+from synk._pure.texts import text_of
 from synk._wire.parcels import CACHED, is_by_reference, reduced
 
 _OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__", "__annotations__"}
@@ -116,7 +117,7 @@ class _Values:
         except Undigested:
             raise
         except Exception as error:  # of pickling
-            text = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            text = text_of(error).rstrip(".")
             raise Undigested(name, f"has no digest ({text})") from error
         finally:
             self._path = path

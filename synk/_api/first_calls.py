@@ -8,6 +8,7 @@ from typing import Any
 
 from synk._processes.output import warn_at_users_line
 from synk._pure.call_options import CallOptions
+from synk._pure.texts import text_of
 
 verified: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions whose functions are verified at their first calls: those of ``synk.fork(check=True)``."""
@@ -35,7 +36,7 @@ def verifying(
             report = function.verify(*args, batch=options.batch, timeout=options.timeout, **how, **kwargs)
             text = "" if report else f"{what} differs: {report}"
         except Exception as error:
-            text = f"{what} could not be verified: {type(error).__name__}: {error}"
+            text = f"{what} could not be verified: {text_of(error)}"
         if text:
             warn_at_users_line(text, RuntimeWarning)
 

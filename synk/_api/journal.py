@@ -20,7 +20,7 @@ from typing import Any
 
 from synk._api.digest import ItemDigests, Undigested, digests_of
 from synk._engine.jobs import is_failure
-from synk._pure.texts import short_repr
+from synk._pure.texts import short_repr, text_of
 from synk.errors import ItemError
 
 Pairs = Generator[tuple[int, Any], None, None]
@@ -147,7 +147,7 @@ class Journal:
         try:
             data = pickle.dumps(result, protocol=5)
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            why = text_of(error).rstrip(".")
             got = f"{type(result).__name__} as the result of item {number} ({why})"
             expected = "arrays, numbers, or objects whose class a later run of the program finds by its name"
             raise self._error(got, expected, TypeError) from error

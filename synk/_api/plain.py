@@ -29,6 +29,7 @@ from synk._pure.shards import Selection
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table, taken_rows
 from synk._pure.tensors import is_tensor
+from synk._pure.texts import text_of
 from synk._pure.trees import flatten, unflatten
 from synk._wire.apart import unseen
 from synk.backends._frameworks import Converter, host_converters
@@ -77,7 +78,7 @@ def _called(callee: Callee, scattered: ScatteredArguments, batch: Any, *, has_ar
         raise
     except Exception as error:
         raise_if_of_handler(error)
-        text = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        text = text_of(error).rstrip(".")
         raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
     list(map(as_plain, copy.handles))
     try:
@@ -87,7 +88,7 @@ def _called(callee: Callee, scattered: ScatteredArguments, batch: Any, *, has_ar
         raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
     except Exception as error:
         raise_if_of_handler(error)
-        raise Failed(f"The plain function raised {type(error).__name__}: {error}, and the call did not.") from error
+        raise Failed(f"The plain function raised {text_of(error)}, and the call did not.") from error
     leaves, structure = flatten(copy.with_own_classes(result))
     return unflatten(structure, leaves if out_of is None else list(map(out_of, leaves)))
 

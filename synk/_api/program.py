@@ -22,6 +22,7 @@ from synk._code.handles import Handle
 from synk._engine.resident import Resident
 from synk._engine.shared import Shared
 from synk._pure import files
+from synk._pure.texts import text_of
 from synk._pure.tracebacks import verb
 from synk._pure.words import no_attribute
 from synk._wire.cell import refuse_inside_worker
@@ -225,7 +226,7 @@ class Program:
         try:
             program = pickle.loads(data)
         except Exception as error:  # what a damaged pickle raises depends on where the damage is
-            text = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            text = text_of(error).rstrip(".")
             raise ValueError(
                 f"cannot load {path!r}: {text}, expected what save() has written. It may be damaged."
             ) from error

@@ -32,6 +32,7 @@ from synk._pure import files
 from synk._pure.call_options import CallOptions
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import waiting
+from synk._pure.texts import text_of
 from synk._pure.tracebacks import verb
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell, refuse_inside_worker
@@ -146,7 +147,7 @@ def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, 
         reader = Reader()
         values = reader.read()
         body["settings"] = dict(zip(reader.names, values))
-        text = f"{_MAGIC}\n{what}: {type(error).__name__}: {' '.join(str(error).split())}\n{_SAID}"
+        text = f"{_MAGIC}\n{what}: {' '.join(text_of(error).split())}\n{_SAID}"
         data = text.encode() + dumps({**body, "code": code.getvalue()})
         os.makedirs(folder, exist_ok=True)
         files.save(path, lambda: data, lambda data, file: file.write(data), wait=True)

@@ -29,6 +29,7 @@ from synk._pure.comparison import (
 )
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.ops import OPS, Op
+from synk._pure.texts import text_of
 from synk._wire.apart import Quiet
 from synk.errors import SerializationError
 
@@ -132,7 +133,7 @@ def verify(
     if is_random:
         notes.insert(0, "It draws random numbers, or changes what it captured: each run returns something else.")
     if problem is not None:
-        notes.append(f"The call raised {type(problem).__name__}: {problem}")
+        notes.append(f"The call raised {text_of(problem)}")
     rows = [part.num_rows for part in parts]
     compared = list(outputs_of(callee.outputs, [expected, result, *(part.value for part in parts)]))
     judged = [_judged(path, op, *values, rows=rows, tolerance=tolerance) for path, op, values in compared]
@@ -158,7 +159,7 @@ def _copied(function: Any) -> PlainCopy:
     except Exception as error:
         raise_if_of_handler(error)
         raise SerializationError(
-            f"cannot verify {callee.name!r}: it cannot be copied ({type(error).__name__}: {error}), expected objects "
+            f"cannot verify {callee.name!r}: it cannot be copied ({text_of(error)}), expected objects "
             "that can be pickled. Compare a call with f.serial(...) yourself."
         ) from error
 

@@ -9,6 +9,7 @@ from synk._code.culprits import culprit_in, named_by, place_of
 from synk._code.handles import HandlePickler
 from synk._processes.output import warn_at_users_line
 from synk._pure.interrupts import raise_if_of_handler
+from synk._pure.texts import text_of
 from synk.errors import SerializationError
 
 
@@ -96,7 +97,7 @@ def unsendable(names: str, fn: Any, error: Exception) -> SerializationError:
     """Return the error for a function that cannot be pickled. What a handler of a signal has raised is raised here."""
     raise_if_of_handler(error)
     return SerializationError(
-        f"cannot send {names} to the workers: {_culprit_of(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
+        f"cannot send {names} to the workers: {_culprit_of(fn)}{text_of(error).rstrip('.')}. "
         "Make such an object inside the function, or pass what it needs as an argument."
     )
 

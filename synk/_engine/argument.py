@@ -17,6 +17,7 @@ from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.nested import PLAIN_TYPES, Container, Restored
 from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
+from synk._pure.texts import text_of
 from synk._wire.parcels import TravelPickler, dumps
 from synk.errors import SerializationError
 
@@ -148,8 +149,8 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
             except Exception as inner:
                 place, part = culprit_in(label, value, dumps)
                 raise SerializationError(
-                    f"cannot send {place} of {function_name!r} ({type(part).__name__}): {type(inner).__name__}: "
-                    f"{str(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."
+                    f"cannot send {place} of {function_name!r} ({type(part).__name__}): "
+                    f"{text_of(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."
                 ) from inner
         raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
     return [file.getvalue(), *(buffer.raw() for buffer in buffers)], pickler.named
@@ -191,7 +192,7 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
     except Exception as error:
         raise_if_of_handler(error)
         raise SerializationError(
-            f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "
+            f"cannot send the structure of the arguments of {function_name!r}: {text_of(error)}. Keys "
             "and classes of nested arguments must be picklable."
         ) from error
 

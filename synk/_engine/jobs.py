@@ -24,7 +24,7 @@ from synk._engine.pool import Pool
 from synk._engine.session import refuse_limit
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.texts import short_repr
+from synk._pure.texts import message_of, short_repr, text_of
 from synk._wire.looks import ITEM_BITS
 from synk.errors import ItemError, RemoteError, SerializationError, SynkError
 
@@ -220,7 +220,7 @@ class Job:
 
     def _unloadable(self, number: int, error: BaseException) -> SerializationError:
         unloadable = SerializationError(
-            f"cannot load what {self.name!r} returned for item {number}: {type(error).__name__}: {error}. Return "
+            f"cannot load what {self.name!r} returned for item {number}: {text_of(error)}. Return "
             "arrays, numbers or objects whose class can be loaded in the program."
         )
         unloadable.__cause__ = error
@@ -232,7 +232,7 @@ class Job:
             raise error
         cause = error.__cause__ if isinstance(error.__cause__, RemoteError) else error
         text = cause.traceback_text if isinstance(cause, RemoteError) else ""
-        what = str(error) if isinstance(error, SynkError) else f"{type(error).__name__}: {error}"
+        what = message_of(error) if isinstance(error, SynkError) else text_of(error)
         message = f"item {number} of the map of {self.name!r} failed: {what}"
         return ItemError(message, exception=error, item=number, traceback=text)
 
@@ -373,7 +373,7 @@ class MapJob(Job):
         number = self._position + index if self._numbers is None else self._numbers[-1]
         unsent = SerializationError(
             f"cannot send item {number} ({short_repr(item)}) of the map of {self.name!r} to a worker: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}."
+            f"{text_of(error).rstrip('.')}."
         )
         unsent.__cause__ = error
         return unsent

@@ -25,6 +25,7 @@ from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.table_outputs import combined
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor, tensor_of
+from synk._pure.texts import text_of
 from synk._pure.trees import flatten, output_names, unflatten
 from synk._wire.looks import Layout, Share
 from synk._wire.memory import Segment
@@ -583,7 +584,7 @@ def loaded(data: bytes, name: str, rank: int, what: str = "its structure") -> An
         raise
     except BaseException as error:  # The user's classes run code here. Whatever they raise must not end the session.
         raise SerializationError(
-            f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
+            f"cannot load a result of {name!r} from rank {rank} ({what}): {text_of(error)}. "
             "Return arrays, numbers or objects whose class can be loaded in the program."
         ) from error
 

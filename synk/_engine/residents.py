@@ -19,6 +19,7 @@ from typing import Any
 from synk._code.handles import HandlePickler
 from synk._engine.things import Living, Once, Thing
 from synk._pure.interrupts import raise_if_of_handler
+from synk._pure.texts import text_of
 from synk._wire.memory import Segment
 from synk._wire.residents import COUNTED, TORN, methods_of
 from synk.errors import SerializationError, WorkerDied, add_note
@@ -85,8 +86,8 @@ class ResidentObject(Thing):
         except Exception as error:
             raise_if_of_handler(error)
             raise SerializationError(
-                f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. Make it of what can be pickled."
+                f"cannot send resident object {self.name!r} to the workers: "
+                f"{text_of(error).rstrip('.')}. Make it of what can be pickled."
             ) from error
         self.classes = pickler.named
         self.needs = tuple(each._referent for each in pickler.handles if isinstance(each._referent, Thing))
@@ -233,7 +234,7 @@ class Residents(Living[ResidentObject]):
         except Exception as error:
             raise_if_of_handler(error)
             raise SerializationError(
-                f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."
+                f"cannot load resident object {resident.name!r} from rank {rank}: {text_of(error)}."
             ) from error
 
     def restore(self, resident: ResidentObject, state: bytes, deadline: float | None) -> None:

@@ -37,6 +37,7 @@ from synk._processes.output import warn_at_users_line
 from synk._processes.placement import Placement
 from synk._pure.interrupts import deferred, holding, waiting
 from synk._pure.limits import lock_s
+from synk._pure.texts import text_of
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, is_inside_worker, refuse_inside_worker
 from synk._wire.memory import Segment
@@ -358,7 +359,7 @@ class Session(Engine):
             ranks = self.processes.placement.among_all(worker.rank for worker in waiting_ranks)
             raise StartupError(
                 f"cannot use the worker that was started again as {ranks}: on_restart ended with "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. The next call runs it again."
+                f"{text_of(error).rstrip('.')}. The next call runs it again."
             ) from error
         self.functions.settle(is_taken_in=True)
         for worker in waiting_ranks:

@@ -11,6 +11,7 @@ from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Rules, waiting
 from synk._engine.jobs import Job
 from synk._pure.interrupts import raise_if_of_handler
+from synk._pure.texts import text_of
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
 
@@ -92,9 +93,7 @@ class Tasks(Job):
             items = [self._packed(each) for each in calls]
         except BaseException as error:
             raise_if_of_handler(error)
-            raise SerializationError(
-                f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
-            ) from error
+            raise SerializationError(f"cannot send a task to a worker: {text_of(error).rstrip('.')}.") from error
         finally:
             self._pickler.current.clear()
         first, self._count = self._count, self._count + len(items)

@@ -11,6 +11,7 @@ import numpy as np
 from synk._pure.ops import Op, Reduction
 from synk._pure.partials import SliceValues
 from synk._pure.tables import functions_for, is_table, kind_of, library_of, taken_rows
+from synk._pure.texts import text_of
 from synk.errors import CollectiveMismatch
 
 
@@ -83,7 +84,7 @@ def combined(
         try:
             table = functions.joined(tables)
         except Exception as error:  # other errors come from the library, in its own words
-            raise CollectiveMismatch(f"cannot gather {what}: {type(error).__name__}: {error}") from error
+            raise CollectiveMismatch(f"cannot gather {what}: {text_of(error)}") from error
         if order is None:
             return table
         places = np.empty(len(order), np.int64)

@@ -19,6 +19,7 @@ import numpy as np
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.places import nbytes_in_place, put_in_place, taken_from_place
 from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.texts import text_of
 
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
 _ROUNDING = 8
@@ -79,7 +80,7 @@ def pickled_rows(table: Any, positions: np.ndarray | slice, dumps: Callable[...,
     except Exception as error:
         raise_if_of_handler(error)
         what = _culprit(rows, dumps)
-        raise TypeError(f"its {what} cannot be pickled ({type(error).__name__}: {error})") from error
+        raise TypeError(f"its {what} cannot be pickled ({text_of(error)})") from error
 
 
 def _culprit(table: Any, dumps: Callable[..., bytes]) -> str:

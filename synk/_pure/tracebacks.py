@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from synk import errors
 from synk._pure.interrupts import holding
+from synk._pure.texts import message_of
 from synk._pure.words import explain
 
 P = ParamSpec("P")
@@ -148,7 +149,7 @@ def _is_told(error: BaseException) -> bool:
     """Whether the text of an error says everything, so that synk's lines are not needed."""
     if isinstance(error, errors.SynkError) or isinstance(error.__cause__, errors.RemoteError):
         return True
-    return isinstance(error, _MISTAKEN) and _is_mistake(str(error))
+    return isinstance(error, _MISTAKEN) and _is_mistake(message_of(error))
 
 
 def _is_mistake(text: str) -> bool:

@@ -17,6 +17,7 @@ from synk._pure.places import taken_from_place
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
+from synk._pure.texts import text_of
 from synk._pure.trees import flatten, unflatten
 from synk._rank import pages
 from synk._rank.outputs import Published, RankOutputs
@@ -134,7 +135,7 @@ class RankPlan:
             names = ", ".join(each.name or "an argument" for each in self.look.inputs if each.kind == "object")
             raise SerializationError(
                 f"cannot load the broadcast inputs of {self.function.name!r} ({names}) on the workers: "
-                f"{type(error).__name__}: {error}. Their classes must be importable there, or defined in the script."
+                f"{text_of(error)}. Their classes must be importable there, or defined in the script."
             ) from error
 
     def _arguments(
@@ -340,6 +341,6 @@ def load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
         raise
     except BaseException as error:
         raise SerializationError(
-            f"cannot load the structure of the arguments of {name!r} on the workers: {type(error).__name__}: {error}. "
+            f"cannot load the structure of the arguments of {name!r} on the workers: {text_of(error)}. "
             "Keys and classes of nested arguments must be importable there, or defined in the script."
         ) from error

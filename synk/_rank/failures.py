@@ -8,12 +8,12 @@ import re
 import sys
 import traceback
 
+from synk._pure.texts import TEXT_CAP, message_of, text_of
 from synk._pure.words import argument_hint
 from synk._rank.pickling import dumps
 from synk._wire.messages import Failure
 from synk.errors import add_note
 
-_TEXT_CAP = 20_000
 _PICKLE_CAP = 1 << 20
 _READ_ONLY = "is read-only"
 _IS_NO_TENSOR = re.compile(
@@ -21,18 +21,6 @@ _IS_NO_TENSOR = re.compile(
 )
 _KEYWORD_OF_COMM = re.compile(r"\bComm\.\w+\(\) got an unexpected keyword argument '(\w+)'")
 _WORKER_FOLDER = os.path.dirname(os.path.abspath(__file__))
-
-
-def _message(error: BaseException) -> str:
-    """Return ``str(error)``, cut to a limit. Never formats huge arguments, and never raises."""
-    try:
-        nbytes = sum(len(argument) for argument in error.args if isinstance(argument, (bytes, bytearray, str)))
-        if nbytes > _PICKLE_CAP:
-            return f"<arguments of {nbytes} bytes>"
-        text = str(error)
-    except BaseException as inner:
-        return f"<its text could not be made: {type(inner).__name__}>"
-    return text if len(text) <= _TEXT_CAP else f"{text[:_TEXT_CAP]}... ({len(text)} characters)"
 
 
 def _format(error: BaseException, depth: int = 0) -> str:
@@ -49,7 +37,8 @@ def _format(error: BaseException, depth: int = 0) -> str:
     lines = traceback.StackSummary.from_list(own or frames).format()
     if len(lines) > 60:
         lines = [*lines[:30], f"  ... {len(lines) - 60} more frames ...\n", *lines[-30:]]
-    return f"{text}Traceback (most recent call last):\n{''.join(lines)}{type(error).__qualname__}: {_message(error)}\n"
+    text += f"Traceback (most recent call last):\n{''.join(lines)}"
+    return f"{text}{type(error).__qualname__}: {message_of(error)}\n"
 
 
 def _pickle(error: BaseException) -> tuple[bytes | None, str]:
@@ -66,12 +55,12 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
     except KeyboardInterrupt:
         raise
     except BaseException as inner:  # __reduce__ is the user's code and may raise anything, SystemExit included
-        return None, f"{type(inner).__name__}: {_message(inner)[:500]}"
+        return None, text_of(inner)[:500]
 
 
 def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral: bool = False) -> Failure:
     """Return ``error`` in a form that can be sent to the program."""
-    message = _message(error)
+    message = message_of(error)
     if isinstance(error, ValueError) and _READ_ONLY in message:
         add_note(
             error,
@@ -83,5 +72,5 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
     keyword = _KEYWORD_OF_COMM.search(message) if isinstance(error, TypeError) else None
     if keyword and (told := argument_hint("Comm", keyword[1], ())):
         add_note(error, told.strip())
-    text = _format(error)[-_TEXT_CAP:]
+    text = _format(error)[-TEXT_CAP:]
     return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)

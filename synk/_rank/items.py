@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.texts import short_repr
+from synk._pure.texts import short_repr, text_of
 from synk._rank.outputs import Published
 from synk._rank.pickling import HostPickler
 from synk._wire import orders as wire
@@ -143,7 +143,7 @@ def _loaded(rank: Any, data: Any, count: int, results: _Results) -> Sequence[Any
         raise
     except BaseException as error:
         unloadable = SerializationError(
-            f"cannot load an item of the map of {results.name!r} on the workers: {type(error).__name__}: {error}. "
+            f"cannot load an item of the map of {results.name!r} on the workers: {text_of(error)}. "
             "Its class must be importable there, or defined in the script."
         )
         unloadable.__cause__ = error
@@ -203,7 +203,7 @@ class _Results:
             if isinstance(error, self._rank.interrupts):
                 raise
             raise SerializationError(
-                f"cannot send what {self.name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
+                f"cannot send what {self.name!r} returned: {text_of(error)}. Return arrays, numbers or "
                 "picklable objects (a generator: return list(...))."
             ) from error
         self.outcomes.append((0, (self.stream.tell() - began, len(self.segments) - before)))

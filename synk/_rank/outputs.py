@@ -13,6 +13,7 @@ from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import REDUCTIONS
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.places import places_of
+from synk._pure.texts import text_of
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._rank.functions import LoadedFunction
 from synk._rank.pickling import dumps
@@ -159,7 +160,7 @@ class RankOutputs:
         except BaseException as error:  # __reduce__ of a result is the user's code
             raise SerializationError(
                 f"cannot send the result of {self._function.name!r} from rank {rank.number} ({what}): "
-                f"{type(error).__name__}: {error}. "
+                f"{text_of(error)}. "
                 "Return arrays, numbers or picklable objects (a generator: return list(...))."
             ) from error
         return packed

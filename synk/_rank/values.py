@@ -16,6 +16,7 @@ from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table, num_rows
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
+from synk._pure.texts import text_of
 from synk._pure.trees import flatten
 from synk._rank.functions import LoadedFunction
 from synk._rank.pickling import dumps
@@ -133,7 +134,7 @@ def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) 
     except Exception as error:
         raise SerializationError(
             f"cannot keep {name} of {function.name!r} from one slice to the next: "
-            f"{type(error).__name__}: {error}. Return arrays, numbers or picklable objects, or pass num_slices=1."
+            f"{text_of(error)}. Return arrays, numbers or picklable objects, or pass num_slices=1."
         ) from error
 
 

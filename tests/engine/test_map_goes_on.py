@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -85,6 +86,36 @@ def test_what_cannot_travel_is_an_error_in_its_place(shared_runtimes: Any) -> No
     results = shared_runtimes[2].map(lambda n: AtPickle(raise_value_error) if n == 3 else n, items, on_error="return")
     kinds = [type(getattr(each, "exception", each)) for each in results]
     assert kinds == [int, SerializationError, SerializationError, int]
+
+
+class Mute(ValueError):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def mute_at_1(n: int) -> int:
+    if n == 1:
+        raise Mute
+    return n
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_an_error_that_cannot_say_what_it_is_is_one_like_any_other(
+    shared_runtimes: Any, kind: int, tmp_path: Path
+) -> None:
+    rt = shared_runtimes[kind]
+    with synk.Executor(runtime=rt, on_error="return") as executor:
+        maps = (
+            functools.partial(rt.map, on_error="return"),
+            functools.partial(rt.map, on_error="return", journal=tmp_path / "journal"),
+            executor.map,
+        )
+        for each in maps:
+            zero, failed, two = each(mute_at_1, range(3))
+            assert (zero, type(failed.exception), two) == (0, Mute, 2)
+            assert "Mute: <its text could not be made: LookupError>" in str(failed)
+    with pytest.raises(Mute):
+        list(rt.map(mute_at_1, range(3)))
 
 
 @pytest.mark.parametrize("kind", [0, 2])

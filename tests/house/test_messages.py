@@ -32,7 +32,7 @@ OTHERS = {
         "a part of the text that names the item"
     ),
     "the dataclass {} cannot be built from its fields ({})": "a part of the text that names the argument",
-    "its {} cannot be pickled ({}: {})": "likewise",
+    "its {} cannot be pickled ({})": "likewise",
     "rank {} gave up waiting: the call was aborted after a failure elsewhere.": "of a rank whose error is not shown",
 }
 
