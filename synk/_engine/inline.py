@@ -77,7 +77,9 @@ class InlineProcess:
         return ""
 
     def disown(self) -> None:
-        """Do nothing: the rank is a part of the forked child, where the function that forked may go on."""
+        """In a child that the function has forked: it is no rank, and ends where the function does."""
+        if self._rank is not None and cell.worker is self._rank:
+            self._rank.disown()
 
     def close(self) -> None:
         """Drop the rank, and unmap its memory even if closures still refer to it. A second call does nothing."""

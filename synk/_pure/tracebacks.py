@@ -141,7 +141,7 @@ def outline(error: BaseException) -> None:
     seen: set[int] = set()
     while each is not None and id(each) not in seen:
         seen.add(id(each))
-        BaseException.with_traceback(each, _of_the_program(each.__traceback__))
+        BaseException.with_traceback(each, of_the_program(each.__traceback__))
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
@@ -156,7 +156,7 @@ def _is_mistake(text: str) -> bool:
     return _MISTAKE.match(text) is not None
 
 
-def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
+def of_the_program(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without synk's frames and those of the libraries that synk called."""
     frames = []
     is_synks = False

@@ -250,6 +250,7 @@ class RankPlan:
             args, kwargs = self._arguments(rank, objects, part, numbers)
             result = self._called(rank, args, kwargs)
             del args, kwargs
+            rank.end_if_copy()  # a copy runs no other slice
             return variables.take_updates(function, result, part.high - part.low) if function.updates else result
 
         if look.num_slices > 1 and not look.is_rowless:

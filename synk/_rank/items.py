@@ -7,7 +7,6 @@ pickled together, and large arrays are copied straight into memory that goes wit
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import sys
 import time
@@ -123,8 +122,7 @@ class RankItems:
     @staticmethod
     def _fail(rank: Any, item: Any, error: BaseException, results: _Results) -> None:
         """Note what an item has raised."""
-        if rank.is_copy:
-            os._exit(0)
+        rank.end_if_copy(error)
         rank.variables.abandon()
         rank.recover("")
         results.fail(rank._failure(error), short_repr(item))
@@ -153,8 +151,7 @@ def _loaded(rank: Any, data: Any, count: int, results: _Results) -> Sequence[Any
 
 def _check(rank: Any, name: str) -> None:
     """End a forked copy of this process. Raise TypeError if an item has assigned a variable."""
-    if rank.is_copy:
-        os._exit(0)
+    rank.end_if_copy()
     variables = rank.variables
     if variables.given:
         variables.check_given()

@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 
 def prepare(stacks_fd: int) -> None:
@@ -49,6 +49,25 @@ def flush_output() -> None:
             stream.flush()
         except BaseException:  # the user's function may have closed or replaced it: that must not end the worker
             continue
+
+
+def end_copy(error: BaseException | None = None) -> NoReturn:
+    """End a child that a function has forked, as Python ends a program that has raised ``error``, or nothing."""
+    from synk._pure.tracebacks import of_the_program  # workers need it nowhere else
+
+    status = 1
+    try:
+        code = error.code if isinstance(error, SystemExit) else error
+        if code is None or isinstance(code, int):
+            status = (code or 0) & 0xFF
+        elif isinstance(code, BaseException):
+            BaseException.with_traceback(code, of_the_program(code.__traceback__))
+            sys.excepthook(type(code), code, code.__traceback__)
+        else:
+            print(code, file=sys.stderr)
+        flush_output()
+    finally:
+        os._exit(status)
 
 
 def prefer_for_oom() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from synk._rank.outputs import RankDestination, RankReduction
 from synk._rank.pages import own_bytes
 from synk._rank.peers import Peers
 from synk._rank.pickling import dumps
-from synk._rank.process import drop_frames, must_go_on
+from synk._rank.process import drop_frames, end_copy, must_go_on
 from synk._rank.received import Received
 from synk._rank.residents import Changes, RankResidents
 from synk._rank.settings import Settings
@@ -174,6 +173,7 @@ class Rank:
                     except self.interrupts:
                         raise
                     except BaseException as error:
+                        self.end_if_copy(error)
                         return wire.UNREAD, self._failure(error), ()
                 if plan <= 0:
                     self._say(plan)
@@ -181,13 +181,16 @@ class Rank:
                 held = self.held[plan]
                 self.failpoint("call.received")
                 status, content, segments, note = held.answer(self, number, in_place, wire.ROWS.unpack_from(order, 48))
+                self.end_if_copy()
                 self.failpoint("call.published")
                 self.running = 0
-            except self.interrupts:
+            except self.interrupts as error:
+                self.end_if_copy(error)
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
                 self.running = 0
+                self.end_if_copy(error)
                 failure = self._failure(error)
                 self._give_up(number, failure.traceback_text)
                 return wire.FAILED, failure, ()
@@ -246,8 +249,6 @@ class Rank:
         self._clean(text)
 
     def _clean(self, text: str) -> None:
-        if self.is_copy:
-            os._exit(0)
         self.peers.give_up_started(self.lane)
         if self.process_group is not None:
             self.process_group.abandon()
@@ -395,9 +396,8 @@ class Rank:
 
     def end_function(self, plan: RankPlan) -> None:
         """Settle what the function has done besides its result."""
-        if self.peers.is_communicating or self.is_copy:
-            if self.is_copy:
-                os._exit(0)
+        self.end_if_copy()
+        if self.peers.is_communicating:
             self.peers.complete(self.lane)
         if self.variables.given:
             self.variables.check_given()
@@ -503,6 +503,11 @@ class Rank:
         for lane in self.lanes:
             if lane.communicator is not None:
                 lane.communicator.disown()
+
+    def end_if_copy(self, error: BaseException | None = None) -> None:
+        """End a child that the function has forked where the function has returned, or raised ``error``."""
+        if self.is_copy:
+            end_copy(error)
 
     def collectives(self) -> Collectives:
         """Return the collectives of the current call, for ``synk.comm``."""

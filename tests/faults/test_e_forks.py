@@ -223,6 +223,37 @@ def test_E1_a_child_that_a_function_has_forked_is_no_rank(reused: Fork, tmp_path
     assert_right(rt)
 
 
+def ends(error: BaseException | None) -> int:
+    """Return the status of a child that returns, or raises an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if error is not None:
+        raise error
+    return 0
+
+
+ENDS = {SystemExit(3): 3, SystemExit("a text"): 1, SystemExit(): 0, ValueError("in the child"): 1, None: 0}
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_E1_a_child_that_a_function_has_forked_ends_as_a_program_does(
+    reused: Fork, kind: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rt = reused(kind)
+    called = rt.function(lambda x, error: ends(error), bcast_inputs="error", outputs=None)
+    assert list(rt.map(ends, ENDS)) == list(ENDS.values())
+    first = capfd.readouterr().err
+    for (error, status), num_slices in itertools.product(ENDS.items(), (1, 2)):
+        assert set(np.ravel(called(np.ones(4), error, num_slices=num_slices))) == {status}
+    for told in (first, capfd.readouterr().err):
+        assert "a text" in told and "Traceback" in told and "ValueError: in the child" in told
+        assert "SystemExit" not in told and os.sep + "synk" + os.sep not in told
+    assert_right(rt)
+
+
 def test_E1_a_child_that_an_item_has_forked_runs_no_other(reused: Fork, tmp_path: Path) -> None:
     rt = reused(2)
 
