@@ -557,10 +557,8 @@ class Workers:
         self._signs.clear()
         if self._news_of_deaths:
             news, self._news_of_deaths = self._news_of_deaths, []
-            warn_at_users_line(
-                f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
-                RuntimeWarning,
-            )
+            told = "; ".join(f"{each} and was started again" for each in news)
+            warn_at_users_line(f"{told}. What functions kept there, in closures or globals, is gone.", RuntimeWarning)
 
     def _take_hellos(self, events: Sequence[tuple[int, int]]) -> None:
         before = {worker.rank for worker in self.by_rank if worker.is_dead}
