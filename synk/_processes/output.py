@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from synk._pure.texts import text_of
 from synk._wire.cell import cell
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.logs import unpack_record
@@ -253,7 +254,7 @@ class Records:
                 logger.handle(record)
         # The record was cut off by an interrupt, or a handler of the user's raised something.
         except BaseException as error:
-            report("a log record of rank %s is lost: %s: %s", self._rank, type(error).__name__, error)
+            report("a log record of rank %s is lost: %s", self._rank, text_of(error))
 
     def close(self) -> None:
         self.fd = NONE

@@ -16,6 +16,7 @@ import numpy as np
 from synk._rank import process
 from synk._rank.failpoints import arm
 from synk._rank.failures import pack_failure
+from synk._rank.pickling import dumps
 from synk._rank.rank import Rank
 from synk._version import __version__
 from synk._wire import orders as wire
@@ -30,6 +31,9 @@ from synk.errors import SharedMemoryError
 
 AGAIN_S = 0.05
 """An interrupt that comes while a module is imported comes again after this time."""
+
+_EXTRA_NBYTES = 1 << 20
+"""The largest pickle of a value that a log record brings along."""
 
 _RSS_INTERVAL = 1000
 
@@ -68,7 +72,7 @@ def _started(setup: dict[str, Any]) -> Rank:
     signal.signal(signal.SIGINT, lambda *_: None)  # the program sends none before the hello
     process.prefer_for_oom()
     fds = setup["fds"]
-    send_records(Descriptor(fds["log"]))
+    send_records(Descriptor(fds["log"]), lambda value: dumps(value, _EXTRA_NBYTES))
     failpoint = arm(setup["failpoints"], setup["rank"])
     failpoint("start.import")
     control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)

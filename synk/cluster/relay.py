@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import select
 import signal
@@ -356,6 +357,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program tells which ranks are interrupted
     send_records(Descriptor(setup["fds"]["log"]))
+    logging.root.setLevel(logging.NOTSET)  # it passes on what the ranks send, which have the program's levels
     agent = Agent(sock, setup)
     signal.signal(signal.SIGUSR2, lambda *_: agent.write_stacks())
     agent.serve()

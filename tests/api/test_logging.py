@@ -61,6 +61,38 @@ def test_levels_are_those_of_the_master(
     assert of(caplog, "levels.quiet") == []
 
 
+class Context:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Unsent(Context):
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+@pytest.mark.parametrize("kind", [2, "1+1"])
+def test_a_formatter_has_the_master_s_names_of_levels_and_what_a_record_brings(
+    shared_runtimes: Any, kind: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logs(x: Any) -> None:
+        extra = {"ctx": Context("mine"), "unsent": Unsent("here"), "many": [np.ones(1 << 20)], "step": 3}
+        logging.getLogger("brings").log(25, "noticed", extra=extra)
+
+    caplog.set_level(25)
+    monkeypatch.setitem(logging._levelToName, 25, "NOTICE")
+    shared_runtimes[kind].function(logs, outputs=None)(ROWS)
+    assert harness.wait_for(lambda: len(of(caplog, "brings")) == 2)  # over nodes they may come after the call's end
+    records = [each for each in caplog.records if each.name == "brings"]
+    assert [each.levelname for each in records] == ["NOTICE"] * 2
+    for each in records:
+        assert (type(each.ctx), each.ctx.name, each.unsent, each.step) == (Context, "mine", "<here>", 3)
+        assert isinstance(each.many, str) and each.many.startswith("[array([1., 1.")
+
+
 def test_a_handler_of_the_master_opens_its_file_once(reused: Any, tmp_path: Path) -> None:
     path = tmp_path / "log"
     handler = logging.FileHandler(path, mode="w")
