@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synk._code.comparisons import contents_getter
-from synk._code.facets import slot, slots_of, table_of
+from synk._code.facets import class_table, slot, slots_of, table_of
 from synk._code.modules import globals_in, is_users_module
 
 _MAX_DEPTH = 6
@@ -28,10 +28,11 @@ def culprit_in(place: str, value: Any, pickle: Callable[[Any], Any], depth: int 
     value : object
         What ``pickle`` has refused.
     """
-    is_open = depth and _can(operator.methodcaller("__reduce_ex__", 4), value)  # not one that refuses by itself
-    for step, part in _held_by(value) if is_open else ():
+    is_code = isinstance(value, (type, types.FunctionType))
+    is_open = is_code or _can(operator.methodcaller("__reduce_ex__", 4), value)  # not one that refuses by itself
+    for step, part in _held_by(value) if depth and is_open else ():
         if not _can(pickle, part):
-            return culprit_in(place + step, part, pickle, depth - 1)
+            return culprit_in(part.__name__ if isinstance(part, type) else place + step, part, pickle, depth - 1)
     return place, value
 
 
@@ -97,8 +98,8 @@ def named_by(fn: Any) -> Iterable[tuple[str, Any]]:
             yield name, fn.__globals__[name]
     for name, value in (fn.__kwdefaults__ or {}).items():
         yield name, value
-    for value in fn.__defaults__ or ():
-        yield "a default", value
+    defaults, names = fn.__defaults__ or (), fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    yield from zip(names[len(names) - len(defaults) :], defaults)
 
 
 def _held_by(value: Any) -> list[tuple[str, Any]]:
@@ -108,6 +109,9 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{place}]", each) for place, each in enumerate(value)]
     if isinstance(value, types.FunctionType):
         return [("", each) for _, each in named_by(value)]
+    if isinstance(value, type):
+        members = [(f".{name}", each) for name, each in class_table(value).items() if name not in slots_of(value)]
+        return members + [("", base) for base in value.__bases__]
     if isinstance(value, types.ModuleType):
         return (
             [(f".{name}", each) for name, each in list(vars(value).items())] if is_users_module(value.__name__) else []

@@ -366,7 +366,7 @@ def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:
     if isinstance(obj, types.FunctionType):
         return lambda: {**{name: getattr(obj, name) for name in FUNCTION_PARTS}, **obj.__dict__}
     if isinstance(obj, type):
-        return lambda: {**{k: v for k, v in vars(obj).items() if k not in _NOT_SENT}, "__bases__": obj.__bases__}
+        return lambda: {**class_table(obj), "__bases__": obj.__bases__}
     slots = slots_of(type(obj))
     if table_of(obj) is None and not slots:
         return lambda: {"__class__": type(obj)}
@@ -380,6 +380,11 @@ def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:
         return found
 
     return read
+
+
+def class_table(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class that are sent with it."""
+    return {name: value for name, value in vars(cls).items() if name not in _NOT_SENT}
 
 
 def table_of(obj: Any) -> dict[str, Any] | None:

@@ -74,6 +74,25 @@ class Outer:
         return x.sum()
 
 
+def guarded() -> Any:
+    """Return a method of an object whose class has one from a class of its own."""
+
+    class Guarded:
+        __slots__ = ("unused",)
+        lock = threading.Lock()
+
+        def total(self, x: Any) -> Any:
+            return x.sum()
+
+    return type("Locked", (Guarded,), {})().total
+
+
+def waits() -> Any:
+    """Return a function with one as a default."""
+    default = threading.Lock()
+    return lambda x, y=0, lock=default: x.sum()
+
+
 LOCK = r"parts\['first'\]\[1\]\['lock'\]"
 
 
@@ -141,6 +160,13 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(lambda x: torch.relu(x).sum())(X), TypeError, 'framework="torch"'),
     (lambda rt: rt.function(lambda x: x.relu().sum())(X), AttributeError, 'framework="torch"'),
     (lambda rt: rt.function(Outer().total)(X), SerializationError, rf"its variable .self\.{LOCK}. \(lock\) cannot be"),
+    (
+        lambda rt: list(rt.map(guarded(), [X])),
+        SerializationError,
+        r"its variable 'Guarded\.lock' \(lock\) cannot be",
+    ),
+    (lambda rt: list(rt.map(waits(), [X])), SerializationError, r"its variable 'lock' \(lock\) cannot be"),
+    (lambda rt: calls(rt, waits()), SerializationError, r"its variable 'inner' \(lock\) cannot be"),
     (lambda rt: uses(rt, Outer()), SerializationError, rf"its variable .obj\.{LOCK}. \(lock\)"),
     (
         lambda rt: rt.function(scaled, bcast_inputs="w")(X, Outer()),
