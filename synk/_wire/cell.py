@@ -70,7 +70,7 @@ def refuse_inside_worker(verb: str) -> None:
     if is_inside_worker():
         raise ReentrancyError(
             f"cannot {verb} inside worker rank {cell.worker.number}: a function runs on one device and cannot use the "
-            "runtime. Use synk.comm for collectives inside a function."
+            "runtime. Call it in the program; synk.comm has collectives for functions that all ranks run together."
         )
 
 
