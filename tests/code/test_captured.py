@@ -12,6 +12,7 @@ import textwrap
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,19 @@ def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, n
     for call in (lambda: reading(X), lambda: reading.verify(X), lambda: returned.mean.outputs):
         with pytest.raises(AttributeError, match=r"cannot read '\w+' of '_mean' inside a function.*value = f\.\w+\.$"):
             call()
+
+
+def test_of_open_files_only_a_text_that_is_read_is_carried(shared_runtimes: Any, tmp_path: Path) -> None:
+    rt, path = shared_runtimes[2], tmp_path / "text"
+    path.write_text("one\ntwo\n")
+    for mode in ("r", "rb", "a", "ab"):
+        with path.open(mode) as file:
+            if mode == "r":
+                file.readline()
+                assert rt.function(lambda: file.read(), outputs=None)() == ["two\n"] * 2
+            else:
+                with pytest.raises(synk.errors.SerializationError, match="its variable 'file'"):
+                    rt.function(lambda: file.closed, outputs=None)()
 
 
 def test_an_object_that_keeps_a_runtime_is_told_to_leave_it_out(shared_runtimes: Any) -> None:
