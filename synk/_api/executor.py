@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import numbers
 import os
 import queue
 import select
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from synk._api.current import current, fork
-from synk._api.mapping import check_function, items_of, job_of, rules_of
+from synk._api.mapping import check_function, check_kinds, items_of, job_of, rules_of
 from synk._api.options import is_integer
 from synk._api.runtime import Runtime
 from synk._engine.chunks import Rules
@@ -109,6 +110,8 @@ class Executor(concurrent.futures.Executor):
             raise ValueError(f"cannot make an executor: got max_workers={max_workers!r}, expected 1 or more, or None.")
         if runtime is None:
             runtime = fork() if cell.runtime is None else current()
+        if not isinstance(runtime, Runtime):
+            raise TypeError(f"cannot make an executor: got runtime={runtime!r}, expected what synk.fork() returns.")
         self._runtime = runtime
         num_workers = min(max_workers or runtime.world_size, runtime.world_size)
         runtime._session.check_open("make an executor")
@@ -155,6 +158,8 @@ class Executor(concurrent.futures.Executor):
         if not is_integer(chunksize, 1):
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
         name = check_function(fn)
+        is_number = timeout is None or isinstance(timeout, numbers.Real)
+        check_kinds(name, ("timeout", timeout, is_number, "seconds, or None"))
         items, is_spread = items_of(name, iterables)
         rules = self._rules._replace(batch_size=chunksize if chunksize > 1 else None)
         session = self._runtime._session

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -43,6 +44,14 @@ def map_items(
     """
     refuse_inside_worker("map")
     name = check_function(fn)
+    ordered = options.get("ordered", True)
+    check_kinds(
+        name,
+        ("progress", progress, isinstance(progress, bool), "True or False"),
+        ("ordered", ordered, isinstance(ordered, bool), "True or False"),
+        ("journal", journal, journal is None or isinstance(journal, (str, os.PathLike)), "a path, or None"),
+        ("key", key, key is None or callable(key), "a function of an item, or None"),
+    )
     rules = rules_of(f"map {name!r}", **options)
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
@@ -153,6 +162,13 @@ def job_of(
         fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=is_spread
     )
     return MapJob(session, function, rules, items, **options)
+
+
+def check_kinds(name: str, *options: tuple[str, Any, bool, str]) -> None:
+    """Raise TypeError for the first option of a map that is not right: its name, its value, and what is expected."""
+    for option, value, is_right, expected in options:
+        if not is_right:
+            raise TypeError(f"cannot map {name!r}: got {option}={value!r}, expected {expected}.")
 
 
 def rules_of(verb: str, **options: Any) -> Rules:

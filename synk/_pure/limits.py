@@ -22,7 +22,7 @@ def check_timeout(timeout: Any) -> float | None:
         seconds = as_seconds(timeout)
     except (TypeError, ValueError):
         seconds = math.nan
-    if isinstance(timeout, (str, bytes)) or not seconds > 0:
+    if isinstance(timeout, (str, bytes, bool)) or not seconds > 0:
         raise ValueError(f"cannot set a timeout: got {timeout!r}, expected seconds above 0, or None.")
     return seconds
 

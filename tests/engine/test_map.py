@@ -410,6 +410,13 @@ def test_bad_input(subtests: pytest.Subtests, rt: Any) -> None:
             (ValueError, "'square': got batch_size=", lambda size=size: rt.map(square, [1], batch_size=size))
             for size in (0, -1, 1.5, True, "2")
         ),
+        *(
+            (TypeError, f"'square': got {option}={value!r}", lambda given={option: value}: rt.map(square, [1], **given))
+            for option, value in (("journal", True), ("key", "name"), ("ordered", "no"), ("progress", 1))
+        ),
+        (ValueError, "got True, expected seconds", lambda: rt.map(square, [1], item_timeout=True)),
+        (TypeError, "got timeout='3'", lambda: synk.Executor(runtime=rt).map(square, [1], timeout="3")),
+        (TypeError, "got runtime=3", lambda: synk.Executor(runtime=3)),
     ]
     for error, text, act in cases:
         with subtests.test(text), pytest.raises(error, match=text):

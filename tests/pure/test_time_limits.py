@@ -21,7 +21,7 @@ def test_what_is_a_time_limit_and_what_is_not(subtests: Any) -> None:
         with subtests.test(number=str(number)):
             assert check_timeout(number) == as_seconds(number) == float(number)
     assert check_timeout(10**400) == math.inf and check_timeout(None) is None
-    for value in (0, -1, -math.inf, math.nan, "1", b"1", [1], object(), -(10**400), 1j):
+    for value in (0, -1, -math.inf, math.nan, "1", b"1", True, [1], object(), -(10**400), 1j):
         with (
             subtests.test(value=str(value)),
             pytest.raises(ValueError, match=r"cannot set a timeout: got .*, expected seconds above 0, or None"),
