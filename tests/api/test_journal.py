@@ -148,7 +148,7 @@ def test_it_is_refused_with_what_has_changed(rt: synk.Runtime, tmp_path: Path, s
         "no folder": (lambda: made("none/journal"), ValueError, "in the missing folder '.*none', .* Make the folder"),
         "a folder": (lambda: made(""), ValueError, "unable to open database file"),
         "no name": (lambda: rt.map(scaled, [1], journal=""), ValueError, "journal='': got a name under which SQLite"),
-        "memory": (lambda: rt.map(scaled, [1], journal=b":memory:"), ValueError, "expected the path of a file"),
+        "memory": (lambda: rt.map(scaled, [1], journal=":memory:"), ValueError, "expected the path of a file"),
         "in use": (lambda: made("held"), ValueError, "database is locked.*that no other map uses"),
         "a captured lock": (lambda: made("new", lambda n: lock), TypeError, "'lock' that .* captures.*Pass version="),
         "a lock as an item": (lambda: made("new", items=[lock]), TypeError, r"item 0 \(<unlocked.*Pass key="),
