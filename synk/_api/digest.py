@@ -8,6 +8,7 @@ it holds where an object, a container or an argument is the module itself.
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import operator
 import sys
@@ -29,9 +30,9 @@ _OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file
 
 _OF_CLASS = {
     "__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__annotations_cache__", "__firstlineno__",
-    "__static_attributes__", "_abc_impl",
+    "__static_attributes__", "__slotnames__", "_abc_impl",
 }  # fmt: skip
-"""What a class statement puts into any class: slots, texts, where it is, and what its ``isinstance`` has seen."""
+"""What a class statement puts into any class: slots, texts, where it is; and what pickling and ``isinstance`` add."""
 
 _ATOMS = (bool, float, complex, str, type(None), type(...), type(NotImplemented), range, slice)
 
@@ -193,6 +194,8 @@ class _Values:
     def _of_object(self, obj: Any) -> bytes:
         """Return the digest of any other object: of what its pickle is made of."""
         self.kinds.add(type(obj))
+        if isinstance(obj, functools.partial):
+            vars(obj)  # it has none until somebody looks, and its recipe would tell
         recipe = reduced(obj)
         if isinstance(recipe, str):
             return _hashed("name", str(getattr(obj, "__module__", "")), recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -255,3 +256,14 @@ def test_equal_items_have_equal_digests_wherever_they_lie() -> None:
         assert ItemDigests()(one) == ItemDigests()(other)
     assert ItemDigests()([1, [2]]) != ItemDigests()([[1], 2])
     assert ItemDigests()({1: 2, 3: 4}) != ItemDigests()({3: 4, 1: 2})
+
+
+def test_looking_at_objects_changes_no_digest() -> None:
+    class Held:
+        value = 1
+
+    fn = functools.partial(lambda held: held, Held())
+    before = digests_of(fn)
+    assert vars(fn) == {}  # it is made now
+    Held().__reduce_ex__(2)  # it keeps the names of the slots in the class
+    assert digests_of(fn) == before
