@@ -114,6 +114,8 @@ class Chunk(Owed):
     items : list
         Those that the program could change are ``Packed``.
     is_sent, is_done : bool
+    is_blind : bool
+        Whether it was sent before it was known that its rank has not taken in what came with the chunk before it.
     outcomes : list of (sequence of int, Pickled or Exception)
         Results and errors, with the numbers of their items.
     error : Exception or None
@@ -138,7 +140,7 @@ class Chunk(Owed):
     def __init__(self, job: Any, numbers: Sequence[int], items: list[Any], tag: Any = None) -> None:
         super().__init__((), "", None)
         self.job, self.numbers, self.items, self.tag = job, numbers, items, tag
-        self.is_sent = self.is_done = False
+        self.is_sent = self.is_done = self.is_blind = False
         self.outcomes: list[tuple[Sequence[int], Any]] = []
         self.error: Exception | None = None
         self.due: list[float] = []

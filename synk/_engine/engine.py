@@ -206,7 +206,7 @@ class Call(Owed):
             if status == wire.TOLD:
                 with deferred():  # memory ends here, and Ctrl-C in a finalizer would be lost
                     self._note(rank, *body)
-            elif status == wire.UNREAD:  # the rank lacks what we believe: it is told again next time
+            elif status in wire.MAY_LACK:  # it is told again next time
                 engine.note_unread(rank, self.news.get(rank))
                 self.lane.begin_anew()
         engine.is_sure = self.is_heard = True
@@ -511,7 +511,7 @@ class Engine(Workers):
             self.send(question, [rank], plan, 0, {rank: rows}, () if thing is None else (thing,), numbers)
         self.wait(question)
         for rank, (status, _, _) in question.replies.items():
-            if status == wire.UNREAD:
+            if status in wire.MAY_LACK:
                 self.note_unread(rank, question.news.get(rank))
         self.is_sure = True
         self.flight.pop(question.number, None)

@@ -235,9 +235,14 @@ class Pool:
                 other.began_ns = time.monotonic_ns()
                 other.deadline = other.deadline or engine.deadline(None)
                 break
-        if status in (wire.UNREAD, wire.INTERRUPTED):  # the signal may have come before the rank took in the news
+        if status in wire.MAY_LACK:
             engine.note_unread(rank, chunk.news.get(rank))
+            for other in self._chunks():
+                other.is_blind = other.is_blind or other.rank == rank
         if chunk.is_done or job.is_abandoned:
+            return
+        if status == wire.UNREAD and chunk.is_blind:
+            job.replace(chunk, [chunk.part(0, len(chunk.items))])
             return
         if status == wire.INTERRUPTED and chunk.late is not None:
             self._on_late(chunk)

@@ -40,6 +40,8 @@ class Worker:
         What the next body tells it to forget.
     committed : int
         The last call with state that it ran and that was committed.
+    heard : int
+        A number up to which all that was sent to it is settled.
     is_ready : bool
         Whether it has said hello.
     is_dead : bool
@@ -62,7 +64,7 @@ class Worker:
         self.parcels: set[int] = set()
         self.parcels_state = self.settings_state = -1
         self.forgets: list[tuple[str, int, Any]] = []
-        self.committed = 0
+        self.committed = self.heard = 0
         self.hello: Any = None
         self.description = ""
         self.is_dead = self.is_ready = False

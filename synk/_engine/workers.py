@@ -265,7 +265,7 @@ class Workers:
         if worker.settings_state != self.settings_state and self.settings_values is not None:
             settings = dumps(dict(zip(self.settings.names, self.settings_values)))
         search_path = ([entry for entry in sys.path if isinstance(entry, str)], levels()) if lacking else None
-        return (list(worker.forgets), lacking, items, settings, search_path), segments, told
+        return (list(worker.forgets), lacking, items, settings, search_path, worker.heard), segments, told
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class Workers:
             report("rank %s was killed: code in it has written into the channel of its replies.", worker.rank)
             worker.process.kill()  # the wait finds the death
             return False
-        body = None
+        body, worker.heard = None, number
         self.counters["messages_up"] += 1
         if status in wire.WITH_BODY:
             try:
@@ -444,6 +444,8 @@ class Workers:
             self.by_rank[0].process.link.reset()
         elif not self.processes.is_closed:
             self._quiet([self.by_rank[rank] for rank in sorted(ranks)], int(isinstance(error, KeyboardInterrupt)))
+        for rank in ranks:
+            self.by_rank[rank].heard = next(self.numbers)  # all that was sent
         self.after_recovery()
         self.flight.clear()
         self.is_sure = True

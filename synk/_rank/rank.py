@@ -148,6 +148,7 @@ class Rank:
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
         self.is_copy = False
+        self.broken_off = 0  # the order whose news were not taken in to their end
         self.num_messages = self.num_collectives = 0
         self._num_deferred = 0
         self._is_shielded = self.is_held = self.is_due = False
@@ -167,7 +168,7 @@ class Rank:
             try:
                 if self.changes.undo:
                     self.changes.settle(committed, ended)
-                if body is not None:
+                if body is not None or (self.broken_off and plan > 0):
                     try:
                         self._learn(number, body, fds)
                     except self.interrupts:
@@ -263,8 +264,17 @@ class Rank:
     # -- news ---------------------------------------------------------------------------------------------------------
 
     def _learn(self, number: int, body: Any, fds: list[Descriptor]) -> None:
-        """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
-        forgets, parcels, items, settings, search_path = body
+        """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans.
+
+        Raises
+        ------
+        RuntimeError
+            If what came before was broken off, and the program did not know of that when it sent this.
+        """
+        before, self.broken_off = self.broken_off, number
+        if before > (-1 if body is None else body[-1]):
+            raise RuntimeError("what came before it was broken off")
+        forgets, parcels, items, settings, search_path, _ = body
         self.num_messages += 1  # news are a message of their own to whoever looks for changes
         self.own_up[_PHASE] = _LOADING
         for each in forgets:
@@ -288,6 +298,7 @@ class Rank:
             for kind, what, payload in items:
                 if kind not in _BEFORE_PARCELS:
                     self._make(kind, what, payload, fds)
+            self.broken_off = 0
         finally:
             self.running = 0
 

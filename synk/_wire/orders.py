@@ -36,6 +36,7 @@ NO_TIMES = (0, 0, 0, 0, 0)
 
 DONE, PLACED, TOLD, FAILED, UNREAD, INTERRUPTED, READY = range(7)
 WITH_BODY = frozenset((TOLD, FAILED, UNREAD, READY))
+MAY_LACK = frozenset((UNREAD, INTERRUPTED))  # the rank may not have taken in what came with the order
 
 SYNC, LOAD, CLOSE = 0, -1, -2
 """Instead of a plan: answer and tell anew; take the news and answer; end."""
