@@ -273,7 +273,10 @@ class Rank:
         """
         before, self.broken_off = self.broken_off, number
         if before > (-1 if body is None else body[-1]):
-            raise RuntimeError("what came before it was broken off")
+            raise RuntimeError(
+                f"cannot take in message {number}: got it after one that was broken off, expected that one again. Call "
+                "again."
+            )
         forgets, parcels, items, settings, search_path, _ = body
         self.num_messages += 1  # news are a message of their own to whoever looks for changes
         self.own_up[_PHASE] = _LOADING
