@@ -116,7 +116,8 @@ def _culprit_of(fn: Any) -> str:
     for name, value in named_by(fn):
         try:
             captured_in(value)
-        except Exception:
+        except Exception as error:
+            raise_if_of_handler(error)
             place, part = culprit_in(name, value, captured_in)
             return f"its variable {place!r} ({type(part).__name__}) cannot be pickled. "
     return ""

@@ -14,6 +14,7 @@ import numpy as np
 from synk._code.comparisons import contents_getter
 from synk._code.facets import class_table, slot, slots_of, table_of
 from synk._code.modules import globals_in, is_users_module
+from synk._pure.interrupts import raise_if_of_handler
 
 _MAX_DEPTH = 6
 
@@ -39,7 +40,8 @@ def culprit_in(place: str, value: Any, pickle: Callable[[Any], Any], depth: int 
 def _can(pickle: Callable[[Any], Any], value: Any) -> bool:
     try:
         pickle(value)
-    except Exception:
+    except Exception as error:
+        raise_if_of_handler(error)
         return False
     return True
 

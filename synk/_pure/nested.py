@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor
@@ -345,7 +346,8 @@ def _keeps(cls: Any, fields: dict[str, Any]) -> bool:
     try:
         made = cls(**fields)
         return all(getattr(made, name) is value for name, value in fields.items())
-    except Exception:  # the user's constructor may raise anything
+    except Exception as error:  # the user's constructor may raise anything
+        raise_if_of_handler(error)
         return False
 
 
@@ -387,7 +389,8 @@ def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
             is_built_so = len(made) == len(parts) and all(map(operator.is_, made, parts))
             if plain is dict:
                 is_built_so = is_built_so and all(made[key] is part for key, part in parts.items())
-        except Exception:  # the user's constructor may raise anything
+        except Exception as error:  # the user's constructor may raise anything
+            raise_if_of_handler(error)
             is_built_so = False
         _is_built_so[cls] = is_built_so
     return cls if is_built_so else plain

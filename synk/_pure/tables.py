@@ -88,7 +88,8 @@ def _culprit(table: Any, dumps: Callable[..., bytes]) -> str:
     for label, column in zip(functions.labels_of(table), functions.columns_of(table)):
         try:
             dumps(column)
-        except Exception:
+        except Exception as error:
+            raise_if_of_handler(error)
             return f"column {label!r}"
     return "labels"
 
