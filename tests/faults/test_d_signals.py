@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import os
@@ -348,10 +349,19 @@ def test_D4_a_handler_raises_while_something_is_pickled(
     def handler(*_: object) -> None:
         raise Mine
 
-    rt, strikes, held = reused(2), [True], dict[str, Any]()
+    @dataclasses.dataclass
+    class Batch:
+        rows: Any
+
+        def __post_init__(self) -> None:
+            Struck().__reduce__()
+
+    rt, strikes, held = reused(2), list[bool](), dict[str, Any]()
+    batch = Batch(X)
     by_name = rt.function(lambda x: module.name(), outputs="first")
     in_dict = rt.function(lambda x: type(held.get("k")).__name__, outputs="first")
     of_table = rt.function(lambda table: type(table.k.iloc[0]).__name__, outputs="first")
+    of_batch = rt.function(lambda rows: "Struck", outputs="first")
     passed = rt.function(lambda blob, x: type(blob).__name__, bcast_inputs="blob", outputs="first")
 
     def captures(struck: Struck) -> str:
@@ -365,6 +375,7 @@ def test_D4_a_handler_raises_while_something_is_pickled(
             lambda: (setattr(module, "held", module.held or Struck()), by_name(X))[1],
             lambda: passed(Struck(), X),
             lambda: (rt.resident(Struck()), "Struck")[1],
+            lambda: of_batch(batch),
             lambda: of_table(pandas.DataFrame({"k": [Struck()] * 4})),
             lambda: next(iter(rt.map(lambda struck: type(struck).__name__, [Struck()]))),
         ):
