@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import inspect
 import operator
 import pickle
 import weakref
@@ -304,12 +302,15 @@ def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         return "named", cls, cls._fields, value
     if dataclasses.is_dataclass(cls):
-        fields = {name: getattr(value, name) for name in _field_names(cls)}
-        if not _other_attributes(value) and _keeps(cls, fields):
-            return "fields", cls, tuple(fields), fields.values()
+        declared = dataclasses.fields(cls)
+        given = {field.name: getattr(value, field.name) for field in declared if field.init}
+        is_all = _is_plain_dataclass(value) and vars(value).keys() == given.keys()
+        if not is_all and not _other_attributes(value) and _keeps(cls, given):
+            return "fields", cls, tuple(given), given.values()
         if not hasattr(value, "__dict__"):
-            raise _cannot_be_built(cls, "its constructor changes them, and it has slots")
-        fields = {name: vars(value)[name] for name in cls.__dataclass_fields__ if name in vars(value)}
+            why = "it has slots, and its constructor does not keep them"
+            raise TypeError(f"the dataclass {cls.__qualname__} cannot be built from its fields ({why})")
+        fields = {field.name: vars(value)[field.name] for field in declared if field.name in vars(value)}
         return "fields", _restored(value), tuple(fields), fields.values()
     if cls is collections.defaultdict:
         return "mapping", _DefaultDict(value.default_factory), tuple(value), value.values()
@@ -330,7 +331,7 @@ def _restored(value: Any) -> Restored:
 
 def _other_attributes(value: Any) -> dict[str, Any]:
     """Return the numbers, texts and the like that an object has as attributes, besides the fields of a dataclass."""
-    fields = getattr(type(value), "__dataclass_fields__", ())
+    fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else ()
     own = vars(value) if hasattr(value, "__dict__") else {}
     return {name: each for name, each in own.items() if name not in fields and is_plain_object(each)}
 
@@ -349,21 +350,6 @@ def _keeps(cls: Any, fields: dict[str, Any]) -> bool:
     except Exception as error:  # the user's constructor may raise anything
         raise_if_of_handler(error)
         return False
-
-
-@functools.lru_cache(maxsize=64)
-def _field_names(cls: Any) -> tuple[str, ...]:
-    """Return the fields from which the constructor of a dataclass builds it. It computes the other fields itself."""
-    names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
-    try:
-        inspect.signature(cls).bind(**dict.fromkeys(names))
-    except TypeError as error:
-        raise _cannot_be_built(cls, error) from None
-    return names
-
-
-def _cannot_be_built(cls: Any, why: object) -> TypeError:
-    return TypeError(f"the dataclass {cls.__qualname__} cannot be built from its fields ({why})")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, time, timedelta, timezone
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -299,6 +299,18 @@ class ByKeywords(dict):  # type: ignore[type-arg]
         """Do nothing, as theirs."""
 
 
+@dataclasses.dataclass
+class Counted:
+    """Counts its constructions in this process."""
+
+    x: Any
+    times: dataclasses.InitVar[int] = 3
+    rate: ClassVar[float] = 0.0
+
+    def __post_init__(self, times: int) -> None:
+        Counted.rate += times
+
+
 class OfItems(UserDict):  # type: ignore[type-arg]
     """Its constructor computes, too."""
 
@@ -314,7 +326,7 @@ class Labelled(tuple):  # type: ignore[type-arg]
 
 COMPUTING: list[Callable[[], Any]] = [
     lambda: Halved(A), lambda: Halved(A, Halved(A)), lambda: Doubled(A), lambda: ByKeywords(x=A),
-    lambda: OfItems({"x": A}), lambda: Labelled((A, A)),
+    lambda: OfItems({"x": A}), lambda: Labelled((A, A)), lambda: Counted(A),
 ]  # fmt: skip
 
 
@@ -436,7 +448,7 @@ def test_what_is_rows_and_what_is_structure(shared_runtimes: Any, subtests: Any,
             assert [told(each) for each in found] == [told(np.asarray(part)) for part in parts]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Initialised:
     """Cannot be built from its fields alone."""
 
@@ -472,7 +484,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda rts: {}, TypeError, r"cannot scatter x of 'f': got a dict in which nothing has rows.*bcast_inputs='x'"),
     (lambda rts: {"a": 1, "b": None, "c": "text"}, TypeError, "got a dict in which nothing has rows"),
     (lambda rts: Pair(1, 2), TypeError, "got a Pair in which nothing has rows"),
-    (lambda rts: Initialised(X, 3), TypeError, r"scatter x of 'f': the dataclass Initialised cannot be built.*seed"),
+    (lambda rts: Initialised(X, 3), TypeError, r"scatter x of 'f': the dataclass Initialised cannot be built.*slots"),
     (lambda rts: Endless(), ValueError, "holds itself"),
     (lambda rts: {"x": X, "w": rts[2].shared(X)}, ValueError, r"cannot pass x\['w'\] of 'f'.*replicated; pass it as"),
     (lambda rts: {"w": rts[1].data(X)}, ValueError, r"x\['w'\] of 'f'.*another runtime"),
