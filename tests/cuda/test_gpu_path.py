@@ -206,9 +206,13 @@ def test_out_of_device_memory(gpu: Any) -> None:
 
 
 def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
-    """With stand-ins, whose memory is full until the one or the other has given back what it does not use."""
+    """With stand-ins, whose memory is full until the one or the other has given back what it does not use.
+
+    What the first attempt changed in a resident object is put back before the second.
+    """
     pytest.importorskip("torch")
     rt = gpu(2)
+    steps = rt.resident([])
 
     def full(x: Any, library: str, call: Any) -> Any:
         import cupy
@@ -218,6 +222,7 @@ def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
             torch.synk_given = {"torch": 0}
             torch.cuda.is_initialized = lambda: True
             torch.cuda.empty_cache = lambda: torch.synk_given.update(torch=torch.synk_given["torch"] + 1)
+        steps.value.append(library)
         given = torch.synk_given["torch"] if library == "torch" else cupy.cuda.Pool.num_freed
         if given == torch.synk_given.setdefault(call["number"], given) and synk.comm.rank == 0:
             raise (cupy.cuda.memory.OutOfMemoryError if library == "torch" else torch.cuda.OutOfMemoryError)(1, 2)
@@ -225,8 +230,10 @@ def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
 
     for number, library in enumerate(("torch", "cupy", "torch", "cupy")):
         framework = None if number < 2 else "torch"
-        f = rt.function(full, bcast_inputs=("library", "call"), outputs="sum", framework=framework)
+        options: dict[str, Any] = {"bcast_inputs": ("library", "call"), "outputs": "sum", "framework": framework}
+        f = rt.function(full, **options, updates=steps)
         assert float(f(np.arange(7.0), library, {"number": f"call {number}"})) == 21.0
+    assert [steps.get(rank) for rank in range(2)] == [["torch", "cupy", "torch", "cupy"]] * 2
 
 
 @pytest.mark.parametrize("refuse", ["", "1"])
