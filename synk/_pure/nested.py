@@ -45,7 +45,7 @@ class Container(NamedTuple):
     Attributes
     ----------
     kind : {"mapping", "fields", "named", "tuple", "filled"}
-        The last is a subclass of dict or tuple that is filled with its only part.
+        The last is a subclass of dict, UserDict or tuple that is filled with its only part.
     make : callable
         What the container is built with: its class, in most cases.
     keys : tuple
@@ -267,9 +267,11 @@ class Restored:
         return self._completed(object.__new__(self.cls), fields)
 
     def filled(self, content: Any) -> Any:
-        """Return a subclass of dict or tuple with this content."""
+        """Return a subclass of dict, UserDict or tuple with this content."""
         if isinstance(content, tuple):
             return self._completed(tuple.__new__(self.cls, content))
+        if issubclass(self.cls, collections.UserDict):
+            return self(data=content)
         made: Any = dict.__new__(self.cls)
         dict.update(made, content)
         return self._completed(made)
@@ -316,6 +318,8 @@ def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
         return "mapping", _DefaultDict(value.default_factory), tuple(value), value.values()
     if isinstance(value, dict) and _is_filled(cls, dict):
         return "filled", _restored(value), (), [dict(dict.items(value))]
+    if isinstance(value, collections.UserDict) and _is_filled(cls, collections.UserDict):
+        return "filled", _restored(value), (), [dict(value.data)]
     if isinstance(value, tuple):
         if _is_filled(cls, tuple):
             return "filled", _restored(value), (), [tuple.__getitem__(value, slice(None))]
