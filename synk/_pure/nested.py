@@ -270,7 +270,7 @@ class Restored:
         """Return a subclass of dict, UserDict or tuple with this content."""
         if isinstance(content, tuple):
             return self._completed(tuple.__new__(self.cls, content))
-        if issubclass(self.cls, collections.UserDict):
+        if not issubclass(self.cls, dict):
             return self(data=content)
         made: Any = dict.__new__(self.cls)
         dict.update(made, content)
