@@ -7,19 +7,21 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fake_gpus
 from support.harness import PACKAGE_FOLDER
 
 from synk.check._found import Figure, Found
 from synk.check._lines import LINES
 from synk.check._places import without_places
-from synk.check._run import TOTAL_S
+from synk.check._run import TOTAL_S, answer
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
-ON_GPUS = [line.name for line in LINES if line.min_gpus] + ["GPUs"]
 
 
 Ended = subprocess.CompletedProcess[str]
@@ -34,18 +36,20 @@ def run(folder: Path, *options: str, folders: tuple[str, ...] = (), **environ: s
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
-def lines(folder: Path, *names: str, limit: str = "60", **options: Any) -> tuple[Ended, dict[str, Any]]:
+def lines(
+    folder: Path, *names: str, limit: str = "60", file: str = "synk-check.json", **options: Any
+) -> tuple[Ended, dict[str, Any]]:
     """Run the lines of these names. Return what ended, and their records by name."""
-    ended = run(folder, *(f"--only={name}" for name in names), f"--limit={limit}", **options)
-    report = json.loads((folder / "synk-check.json").read_text())
+    elsewhere = [f"--output={file}"] if file != "synk-check.json" else []
+    ended = run(folder, *(f"--only={name}" for name in names), f"--limit={limit}", *elsewhere, **options)
+    report = json.loads((folder / file).read_text())
     assert not ended.stderr and {"synk", "made", "lines"} == set(report)
     return ended, {record["name"]: record for record in report["lines"]}
 
 
 def on_gpus(folder: Path, *names: str, **options: Any) -> tuple[Ended, dict[str, Any]]:
-    """Run lines where there are two GPUs, with stand-ins for their libraries."""
-    given = {"SYNK_FAKE_GPUS": "2", "SYNK_FAKE_NCCL": "1", "SYNK_FAKE_PROOF_S": "1", **options}
-    return lines(folder, *names, folders=("fake_driver", "fakes"), **given)
+    """Run lines where there are GPUs, with stand-ins for their libraries."""
+    return lines(folder, *names, folders=("fake_driver", "fakes"), **options)
 
 
 def outcomes(records: dict[str, Any]) -> dict[str, str]:
@@ -53,15 +57,17 @@ def outcomes(records: dict[str, Any]) -> dict[str, str]:
     return {name: record["outcome"] for name, record in records.items()}
 
 
-# ----- this machine
+# ----- the command, which runs each line in a process of its own
 
 
-def test_all_that_is_here_works(tmp_path: Path) -> None:
-    """Without GPUs: all lines but the one that imports torch, for which the machines below have one."""
-    names = [line.name for line in LINES if not line.min_gpus and line.name != "training"]
-    ended, records = lines(tmp_path, *names)
-    assert list(records) == names
-    assert not {name: record for name, record in records.items() if record["outcome"] == "broken"}
+def test_each_line_is_printed_and_recorded(tmp_path: Path) -> None:
+    """What is slow works: the status is 0."""
+    names = ("versions", "machine", "GPUs", "workers")
+    ended, records = on_gpus(tmp_path, *names, file="here.json", SYNK_FAKE_GPUS="2", SYNK_FAKE_PEERS="none")
+    assert tuple(records) == names
+    assert "broken" not in outcomes(records).values() and outcomes(records)["GPUs"] == "slow"
+    assert "peer access: none between 0-1" in records["GPUs"]["text"]
+    assert "2 GPUs (Fake GPU), a driver for CUDA 13.0" in records["GPUs"]["text"]
     assert ended.returncode == 0
     assert len(ended.stdout.splitlines()) == len(records) + 2
     for name, record in records.items():
@@ -70,79 +76,10 @@ def test_all_that_is_here_works(tmp_path: Path) -> None:
         assert record["seconds"] <= TOTAL_S
 
 
-def test_a_single_line_and_another_file(tmp_path: Path) -> None:
-    ended = run(tmp_path, "--output=here.json", "--only=nothing")
+def test_a_line_that_is_not_there(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--only=nothing")
     assert "there is no line 'nothing', but versions, machine" in ended.stderr
-    assert (ended.returncode, (tmp_path / "here.json").exists()) == (2, False)
-    ended = run(tmp_path, "--output=here.json", "--only=machine")
-    assert (ended.returncode, ended.stderr, (tmp_path / "here.json").exists()) == (0, "", True)
-
-
-# ----- machines with GPUs
-
-
-def test_gpus_that_work(tmp_path: Path) -> None:
-    ended, records = on_gpus(tmp_path, *ON_GPUS)
-    assert sorted(records) == sorted(ON_GPUS)
-    assert "broken" not in outcomes(records).values()
-    assert ended.returncode == 0
-    assert "2 GPUs (Fake GPU), a driver for CUDA 13.0" in records["GPUs"]["text"]
-
-
-def test_one_gpu(tmp_path: Path) -> None:
-    """Two ranks share it. There is no group."""
-    _, records = on_gpus(tmp_path, "GPUs", "NCCL", "all-reduce", SYNK_FAKE_GPUS="1")
-    assert list(records) == ["GPUs", "all-reduce"]
-    assert "broken" not in outcomes(records).values()
-    assert "by host memory" in records["all-reduce"]["text"]
-
-
-def test_training_beside_ddp(kept_open: Any) -> None:
-    """On CPU workers, and in this process, where torch is imported."""
-    pytest.importorskip("torch")
-    from synk.check._training import step_against_ddp
-
-    assert step_against_ddp().text == "replicate and DDP train alike on 2 workers"
-
-
-UNFIT: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
-    ("slow", "device"): (
-        {
-            "SYNK_FAKE_PEERS": "none", "SYNK_FAKE_DELAY_S": "0.6", "SYNK_FAKE_GBPS": "0.1 3",
-            "SYNK_FAKE_MEETING_S": "0.1",
-        },
-        {
-            "GPUs": "peer access: none between 0-1",
-            "calls on GPUs": "a small call takes",
-            "bandwidth": "pinned memory goes to the device at 3 GB/s (expected at least 10)",
-            "all-reduce": "1 KB takes",
-        },
-    ),
-    ("slow", "death"): ({"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
-    ("broken", "device"): (
-        {"SYNK_FAKE_STREAM": "race", "SYNK_FAKE_OOM": "stick", "SYNK_FAKE_NCCL": "hang"},
-        {
-            "NCCL": "cannot finish a collective: got ncclTimeout",
-            "default stream": "an output was copied while a kernel on the default stream still filled it",
-            "out of memory": "the worker did not live through it",
-        },
-    ),
-    ("broken", "sums"): (
-        {"SYNK_FAKE_NCCL": "wrong 3"}, {"all-reduce": "an all-reduce of 1024 bytes gives wrong sums"},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("outcome", "case"), UNFIT)
-def test_gpus_that_are_slow_or_broken(tmp_path: Path, outcome: str, case: str) -> None:
-    """The line says so, with the figure that was expected or the next step. What is slow works: the status is 0."""
-    environ, expected = UNFIT[outcome, case]
-    ended, records = on_gpus(tmp_path, *expected, **environ)
-    assert outcomes(records) == dict.fromkeys(expected, outcome)
-    for name, text in expected.items():
-        assert text in records[name]["text"]
-        assert records[name]["next_step"] != "Nothing to do."
-    assert ended.returncode == (outcome == "broken")
+    assert ended.returncode == 2 and not [*tmp_path.iterdir()]
 
 
 def test_libraries_that_are_missing_or_broken(tmp_path: Path) -> None:
@@ -158,9 +95,91 @@ def test_libraries_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 
 def test_a_line_that_hangs_costs_its_time_only(tmp_path: Path) -> None:
-    _, records = on_gpus(tmp_path, "versions", "bandwidth", limit="10", SYNK_FAKE_DELAY_S="1000")
+    """On one GPU, where there is no group."""
+    ended, records = on_gpus(
+        tmp_path, "versions", "NCCL", "bandwidth", limit="10", SYNK_FAKE_GPUS="1", SYNK_FAKE_DELAY_S="1000"
+    )
     assert outcomes(records) == {"versions": "ok", "bandwidth": "broken"}
     assert records["bandwidth"]["text"] == "no answer in 10 s: it hangs, or is much slower than expected"
+    assert ended.returncode == 1
+
+
+# ----- what the processes of the lines do
+
+
+Answers = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answers:
+    """Return ``answers(*names, **environ)``: the records of these lines, which run in this process."""
+
+    def ask(*names: str, **environ: str) -> dict[str, Any]:
+        for variable, value in environ.items():
+            monkeypatch.setenv(variable, value)
+        records = {}
+        for line in LINES:
+            if line.name in names:
+                capsys.readouterr()
+                with warnings.catch_warnings():
+                    answer(line)
+                records[line.name] = json.loads(capsys.readouterr().out)
+        assert len(records) == len(names)
+        return records
+
+    return ask
+
+
+def test_this_machine_without_gpus(answers: Answers) -> None:
+    records = answers("GPUs", "shared memory", "signals", "recovery")
+    assert not {name: record for name, record in records.items() if record["outcome"] == "broken"}
+
+
+def test_training_beside_ddp(kept_open: Any) -> None:
+    """On CPU workers, and in this process, where torch is imported."""
+    pytest.importorskip("torch")
+    from synk.check._training import step_against_ddp
+
+    assert step_against_ddp().text == "replicate and DDP train alike on 2 workers"
+
+
+ON_GPUS = dict.fromkeys([line.name for line in LINES if line.min_gpus], "")
+GPUS: dict[str, tuple[str, int, dict[str, str], dict[str, str]]] = {
+    "whole": ("", 2, {}, ON_GPUS),
+    "one, which two ranks share": ("", 1, {}, {"all-reduce": "by host memory"}),
+    "slow": (
+        "slow", 2, {"SYNK_FAKE_DELAY_S": "0.6", "SYNK_FAKE_GBPS": "0.1 3", "SYNK_FAKE_MEETING_S": "0.1"},
+        {
+            "calls on GPUs": "a small call takes",
+            "bandwidth": "pinned memory goes to the device at 3 GB/s (expected at least 10)",
+            "all-reduce": "1 KB takes",
+        },
+    ),
+    "slow after a death": ("slow", 2, {"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
+    "broken": (
+        "broken", 2, {"SYNK_FAKE_STREAM": "race", "SYNK_FAKE_OOM": "stick", "SYNK_FAKE_NCCL": "hang"},
+        {
+            "NCCL": "cannot finish a collective: got ncclTimeout",
+            "default stream": "an output was copied while a kernel on the default stream still filled it",
+            "out of memory": "the worker did not live through it",
+        },
+    ),
+    "wrong sums": (
+        "broken", 2, {"SYNK_FAKE_NCCL": "wrong 3"}, {"all-reduce": "an all-reduce of 1024 bytes gives wrong sums"},
+    ),
+}  # fmt: skip
+"""What comes of it, unless it works; the number of GPUs; what is set; and by name of the line what it says."""
+
+
+@pytest.mark.parametrize("case", GPUS)
+def test_gpus_that_work_are_slow_or_broken(answers: Answers, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    outcome, num_gpus, environ, expected = GPUS[case]
+    fake_gpus.install(monkeypatch, num_gpus, has_nccl=True)
+    records = answers(*expected, SYNK_FAKE_PROOF_S="1", **environ)
+    for name, text in expected.items():
+        found = records[name]["outcome"]
+        assert found == outcome or (not outcome and found != "broken"), records
+        assert text in records[name]["text"]
 
 
 # ----- its parts
