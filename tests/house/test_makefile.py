@@ -15,9 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 TARGETS = (
-    *("help", "demo", "test", "install EXTRA=ray", "soak", "mutants", "bench", "checks", "docs", "lint"),
-    *("quick", "smoke", "newest", "oldest", "gpu-test"),
-    *(f"test EXTRA={name}" for name in ("jax", "pytensor", "transformers", "dpnp", "ray")),
+    "help demo test soak mutants bench checks docs lint quick smoke newest oldest gpu-test",
+    *(f"install test EXTRA={name}" for name in ("jax", "pytensor", "transformers", "dpnp", "ray")),
 )
 
 

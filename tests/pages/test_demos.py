@@ -55,20 +55,19 @@ def test_the_demos_are_found() -> None:
     assert {"01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py"} <= {path.name for path in DEMOS}
 
 
-@pytest.mark.parametrize(
-    ("other_cores", "job_rate", "limit"),
-    [(1.0, 0.0, "the other programs are the limit"), (0.0, 1e9, "memory is the limit"), (0.0, 0.0, "Neither")],
-)
-def test_a_small_speed_up_is_explained(
-    reused: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, other_cores: float, job_rate: float, limit: str
-) -> None:
+def test_a_small_speed_up_is_explained(reused: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    explain = runpy.run_path(str(ROOT / "demos" / "limits.py"))["explain"]
-    said = explain(1.1, reused(2), other_cores, job_rate).splitlines()
-    assert said[0] == "A speed-up of 1.10 is small. Two measurements:"
-    assert f"used {other_cores:.1f} of the 2 cores" in said[1]
-    assert f"moves {job_rate:.1f} GB/s" in said[2]
-    assert limit in said[3]
+    explain, rt = runpy.run_path(str(ROOT / "demos" / "limits.py"))["explain"], reused(2)
+    for other_cores, job_rate, limit in (
+        (1.0, 0.0, "the other programs are the limit"),
+        (0.0, 1e9, "memory is the limit"),
+        (0.0, 0.0, "Neither"),
+    ):
+        said = explain(1.1, rt, other_cores, job_rate).splitlines()
+        assert said[0] == "A speed-up of 1.10 is small. Two measurements:"
+        assert f"used {other_cores:.1f} of the 2 cores" in said[1]
+        assert f"moves {job_rate:.1f} GB/s" in said[2]
+        assert limit in said[3]
 
 
 def arguments(path: Path) -> list[str]:
@@ -120,15 +119,17 @@ def test_demo_in_this_process_equals_its_serial_calls(
     assert printed.out
 
 
-def test_the_demo_for_gpus_says_what_it_needs() -> None:
+def test_the_demo_for_gpus_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a machine without one; its network has the number of parameters that is published for ResNet-50."""
     path = ROOT / "demos" / "gpu" / "resnet50.py"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(
-        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert finished.returncode == 2
-    assert finished.stderr.startswith("resnet50: this demo needs an NVIDIA GPU. cannot fork with backend 'cupy'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(path), run_name="__main__")
+    needed = "resnet50: this demo needs an NVIDIA GPU. cannot fork with backend 'cupy'"
+    assert capsys.readouterr().err.startswith(needed)
     demo = runpy.run_path(str(path))
     model = demo["resnet50"]()
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
