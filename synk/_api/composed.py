@@ -49,11 +49,12 @@ class Composed(Function[P, R]):
         elif folder is not None:
             ask: Function[..., Any] = Function(moment, Options(options.name, outputs=None, per_rank=True), session)
             call = recorded(call, self, ask, folder)
+        self._call, self._serial = self._composed(call, options), self._composed(self._serial, options)
+
+    def _composed(self, call: Call, options: Options) -> Call:
         if options.on_oom == "slices":
             call = in_slices(call, self._callee)
-        if options.retry:
-            call = retried(call, options.retry)
-        self._call = call
+        return retried(call, options.retry) if options.retry else call
 
     def _call_once(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         return super().__call__(*args, **options.of_user, **kwargs)
@@ -70,28 +71,28 @@ class Composed(Function[P, R]):
     @verb
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
         """Call the function several times with one message; see :meth:`synk.Function.repeat`. Never in blocks."""
-        if self._options.reproducible:
-            raise ValueError(
-                f"cannot repeat {self.__name__!r}: got a function with reproducible=, expected one without: one "
-                "message has no blocks. Call it in a loop."
-            )
+        if self._options.of_calls:
+            raise self._refused("repeat", "the repetitions are one call. Call it in a loop")
         return super().repeat(num_repeats, *args, **options)
 
     @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
         """Refuse it: a call that is submitted is one call. With ``SYNK_REPLAY`` alone, the call is made at once."""
-        given = [f"{name}={value!r}" for name, value in self._options.of_calls.items()]
-        if given:
-            raise ValueError(
-                f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
-                "calls are made of several, and a call that is submitted is one. Call it, or build it without."
-            )
+        if self._options.of_calls:
+            raise self._refused("submit", "a call that is submitted is one. Call it")
         pending: PendingCall[Any] = PendingCall(self._bound_session(), self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:
             pending._end(None, error)
         return pending
+
+    def _refused(self, verb: str, why: str) -> ValueError:
+        given = ", ".join(f"{name}={value!r}" for name, value in self._options.of_calls.items())
+        return ValueError(
+            f"cannot {verb} {self.__name__!r}: got a function with {given}, expected one without: its calls are made "
+            f"of several, and {why}, or build it without."
+        )
 
 
 def _split(options: dict[str, Any], **how: Any) -> tuple[dict[str, Any], CallOptions]:
@@ -115,7 +116,7 @@ def retried(call: Call, times: int) -> Call:
 def in_slices(call: Call, callee: Callee) -> Call:
     """Return a call that is made again with twice as many slices if it runs out of memory on a rank.
 
-    The number is remembered for arguments of the same shapes.
+    Once it fits, the number is remembered for arguments of the same shapes.
     """
     known: dict[Any, int] = {}
 
@@ -124,9 +125,10 @@ def in_slices(call: Call, callee: Callee) -> Call:
         if known:
             with contextlib.suppress(Exception):  # wrong input, which the call will refuse
                 num_slices = max(num_slices, known.get(_size(callee, args, kwargs, options.batch), 1))
+        full, size = "", None
         while True:
             try:
-                return call(args, kwargs, replace(options, num_slices=num_slices))
+                result = call(args, kwargs, replace(options, num_slices=num_slices))
             except MemoryError as error:
                 if not isinstance(error.__cause__, RemoteError):
                     raise  # it is the program that lacks memory
@@ -134,15 +136,23 @@ def in_slices(call: Call, callee: Callee) -> Call:
                 if num_slices >= size[0]:
                     add_note(error, f"{callee.title} runs out of memory with a single row in each slice.")
                     raise
-                if size not in known:
-                    why = str(error).partition("\n")[0]
+                full, num_slices = str(error).partition("\n")[0] or "MemoryError", 2 * num_slices
+            except Exception as error:
+                if full:
+                    add_note(error, f'on_oom="slices" had divided the call into {num_slices} slices, after {full!r}.')
+                raise
+            else:
+                if full and size not in known:
                     report(
-                        "%r ran out of memory on a rank%s. Calls with such arguments are run in slices from now on, "
-                        "twice as many until they fit.",
+                        "%r ran out of memory on a rank (%s) and fits in %d slices. Calls with such arguments are run "
+                        "in slices from now on.",
                         callee.name,
-                        f" ({why})" if why else "",
+                        full,
+                        num_slices,
                     )
-                num_slices = known[size] = 2 * num_slices
+                if full:
+                    known[size] = num_slices
+                return result
 
     return sliced
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from synk._processes.output import warn_at_users_line
 from synk._pure.call_options import CallOptions
+from synk._pure.comparison import Tolerance
 from synk._pure.texts import text_of
 
 verified: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -21,23 +23,26 @@ def verifying(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, release: Release | None
 ) -> Release | None:
     """Return what to do with the result of a first call: ``release``, and then, in such a session, verify the call."""
-    if function._bound_session() not in verified:
+    if function._bound_session() not in verified or function._options.per_rank:  # there, ranks are to differ
         function._is_new = False
         return release
 
-    def verify(result: Any) -> None:
+    def check(result: Any) -> None:
+        from synk._api.verify import verify
+
         if release is not None:
             release(result)
         if not function._is_new:
             return  # another call was verified meanwhile
         function._is_new = False
-        what, how = f"the first call of {function.__name__!r}", {"num_slices": options.num_slices}
+        what = f"the first call of {function.__name__!r}"
+        whole = replace(options, output_subset=None, is_submitted=False)
         try:
-            report = function.verify(*args, batch=options.batch, timeout=options.timeout, **how, **kwargs)
+            report = verify(function._renewed(), args, kwargs, whole, Tolerance(None, None))
             text = "" if report else f"{what} differs: {report}"
         except Exception as error:
             text = f"{what} could not be verified: {text_of(error)}"
         if text:
             warn_at_users_line(text, RuntimeWarning)
 
-    return verify
+    return check

@@ -314,6 +314,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         from synk._api.verify import verify
         from synk._pure.comparison import Tolerance
 
+        for name in {"rtol", "atol"} & set(self._callee.signature.names):
+            if (rtol if name == "rtol" else atol) is not None:
+                raise ValueError(
+                    f"cannot verify {self.__name__!r}: got {name}=, which is a parameter of the function and the "
+                    "tolerance of this verb, expected an argument by position. Pass it so, or bind it by a lambda."
+                )
         function = self._renewed()
         options = call_options(batch, num_slices, None, timeout)
         return verify(function, args, kwargs, options, Tolerance(rtol, atol))

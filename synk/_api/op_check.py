@@ -203,7 +203,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     """
     check, callee, session = function._op_check, function._callee, function._bound_session()
     is_divided = session.world_size > 1 or options.num_slices > 1 or function._options.reproducible
-    if check is None or not is_divided or options.output_subset is not None:
+    if check is None or not is_divided:
         return None
     try:
         scattered = ScatteredArguments(callee, args, kwargs)
@@ -274,8 +274,13 @@ def _compare(function: Any, few: Few, result: Any, end: float | None, before: li
         if any(len(each.ops) > 1 for each in outputs):  # as for zeros
             raise Unknown
         return ""
-    if not are_same(tried(runs.alone, few.rows).value, whole.value) or _depends_on_rank(runs, few):
-        return None  # it draws random numbers, counts, or depends on the rank
+    unsteady = _differing([whole, tried(runs.alone, few.rows)])
+    if few.rows is not None and not few.is_owned:
+        with contextlib.suppress(Unknown):
+            unsteady += _differing(tried(runs.apart, np.tile(few.rows, runs.num_ranks)))  # each has the same rows
+    misfits = [each for each in misfits if not any(path.startswith(each.path) for path in unsteady)]
+    if not misfits:
+        return None  # they are random numbers, times or counts, or depend on the rank
     if few.rows is not None and any(misfit.ops for misfit in misfits):
         with contextlib.suppress(Unknown):  # other rows may need another op
             back = few.rows[::-1]
@@ -307,15 +312,10 @@ def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:
     return Tolerance(rtol, eps + rtol * largest + eps * few.num_rows * few.scale)
 
 
-def _depends_on_rank(runs: Runs, few: Few) -> bool:
-    """Whether ranks return different values for the same rows."""
-    if few.rows is None or few.is_owned:
-        return False
-    try:
-        first, *others = tried(runs.apart, np.tile(few.rows, runs.num_ranks))
-    except Unknown:
-        return False
-    return not all(are_same(part.value, first.value) for part in others)
+def _differing(runs: Sequence[Part]) -> list[str]:
+    """Return the paths of the outputs that are not the same in all these runs."""
+    outputs = outputs_of(DEFAULT_OP, [run.value for run in runs])
+    return [path for path, _, (first, *others) in outputs if not all(are_same(first, other) for other in others)]
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------
@@ -329,7 +329,8 @@ def _said_of(misfits: Sequence[Misfit], rows: Sequence[int]) -> str:
         got = "cannot combine what the workers return" if value is MISSING else f"gives {_shown(value)}"
         said.append(f'outputs="{DEFAULT_OP}", the default, {got}{where}, and one worker alone {_shown(whole)}.')
         if ops:
-            said.append(f'Use op "{ops[0]}"{where}.' if path else f'Use outputs="{ops[0]}".')
+            fitting = " or ".join(f'"{op}"' for op in ops) + (", which all fit these rows" if len(ops) > 1 else "")
+            said.append(f"Use op {fitting}{where}." if path else f"Use outputs={fitting}.")
         else:
             said.append(
                 "No op fits: return what can be combined, as a sum and a count, or one value for each rank by op None, "

@@ -84,7 +84,7 @@ class Options:
             if not isinstance(variable, Shared):
                 expected = "what synk.shared or synk.resident made, or (variable, op) pairs"
                 raise self._error(f"{type(variable).__name__} in updates", expected, TypeError)
-            if op not in REDUCE_OPS:
+            if op not in REDUCE_OPS and not (op is None and variable.is_sharded):
                 raise self._error(f"op {op!r} in updates", f"one of {REDUCE_OPS}")
         is_blocks = isinstance(self.reproducible, bool) or is_integer(self.reproducible, 1)
         for name, is_right, expected in (
@@ -97,10 +97,11 @@ class Options:
                 raise self._error(f"{name}={getattr(self, name)!r}", expected)
         if not isinstance(self.per_rank, bool):
             raise self._error(f"per_rank={self.per_rank!r}", "True or False", TypeError)
-        if self.reproducible and any(op is None for op in each_op(self.outputs)):
-            expected = "an op for each output. Leave out reproducible=: under op None nothing is combined"
-            raise self._error(f"reproducible={self.reproducible!r} with op None", expected)
         given = self.given()
+        for name in ("reproducible", "on_oom"):
+            if name in given and any(op is None for op in each_op(self.outputs)):
+                expected = f"an op for each output. Leave out {name}=: under op None nothing is combined"
+                raise self._error(f"{name}={given[name]!r} with op None", expected)
         for (one, other), expected in EXCLUDES.items():
             if one in given and other in given:
                 raise self._error(f"{one}={given[one]!r} with {other}=", expected)
@@ -129,9 +130,11 @@ class Options:
 
 
 def _paired(update: Any) -> Any:
-    """Return a resident object, or a pair of a variable and its op."""
+    """Return a resident object, or a pair of a variable and its op: None for a shard, whose rows no default fits."""
     is_pair = isinstance(update, tuple) and len(update) == 2
-    return update if is_pair or isinstance(update, Resident) else (update, "avg")
+    if is_pair or isinstance(update, Resident):
+        return update
+    return update, None if isinstance(update, Shared) and update.is_sharded else "avg"
 
 
 OPTIONS = fields(Options)[1:]

@@ -106,7 +106,7 @@ class Callee:
         self._reserved = reserved
         self.signature = Signature(fn, bcast_inputs, name, reserved)
         self.outputs = outputs
-        self._updates = updates
+        self.updates = updates
         self._changed = tuple(changes)
         self.changes = tuple(handle._referent for handle in changes)
         self.framework = framework
@@ -144,7 +144,7 @@ class Callee:
             "name": self.name,
             "outputs": self.outputs,
             "framework": self.framework,
-            "updates": self._updates,
+            "updates": self.updates,
             "changes": self._changed,
             "modules": self._modules,
             "classes": self.classes,

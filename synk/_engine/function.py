@@ -182,6 +182,13 @@ def _check_options(callee: Callee, options: CallOptions) -> None:
             f"cannot call {callee.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
             "resident objects: each rank runs it once. Divide the rows inside the function."
         )
+    without_op = [variable.name for variable, op in callee.updates if op is None]
+    if options.num_slices > 1 and without_op:
+        raise ValueError(
+            f"cannot call {callee.name!r}: got num_slices={options.num_slices}, expected 1, because updates= names "
+            f"sharded variable {without_op[0]!r} without an op: the new values of its slices could be rows, or parts "
+            "of one value. If they are parts, name the op, as in updates=[(variable, 'sum')]."
+        )
     if options.output_subset is not None and callee.ops is EACH:
         raise TypeError(
             f"cannot select outputs of {callee.name!r}: got output_subset and op None, which takes nothing apart, "

@@ -104,7 +104,7 @@ class Quiet(Around):
         self._residents, self._updates = residents, updates
         self._num_runs = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)[0]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, list[np.ndarray]]]:
@@ -137,7 +137,7 @@ class Quiet(Around):
 class Apart(Quiet):
     """Calls a function in the same way, and returns a :class:`Part` of it in a :class:`Box`."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Box:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Box:
         value, assigned = self._run(args, kwargs)
         leaves, structure = flatten(value)
         return Box(unflatten(structure, list(map(_on_host, leaves))), assigned)
@@ -146,7 +146,7 @@ class Apart(Quiet):
 class Silent(Around):
     """Calls a function whose result may not depend on the rank: it cannot use ``synk.comm`` or assign variables."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         comm: Any = sys.modules["synk"].comm
         own: Any = type(comm)
         comm.__class__ = _refusing(own)

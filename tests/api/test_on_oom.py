@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import synk
+
 ROOM_NBYTES = 100_000_000
 
 
@@ -66,6 +68,26 @@ def test_the_slices_are_doubled_until_they_fit(reused: Any, subtests: pytest.Sub
             assert rt.counters["calls"] == calls + 1, "what was found out is not remembered"
             assert f(arg, num_slices=8).tolist() == [1] * 16
     assert f(x[:6]).tolist() == [3] * 6, "a small call was cut"
+
+
+def test_what_does_not_fit_in_slices_either_is_not_remembered(reused: Any) -> None:
+    """The next call, for which there is memory again, is one of whole shards; both errors are told."""
+    rt, x = reused(2), np.arange(12.0)
+    room, is_short = rt.shared(3), rt.shared(True)
+
+    def centred(x: np.ndarray) -> np.ndarray:
+        if is_short.value and len(x) > room.value:
+            raise MemoryError("too much")
+        return x - synk.comm.all_reduce(x.mean())
+
+    f = rt.function(centred, outputs="gather", on_oom="slices")
+    for rows, error, note in ((3, ValueError, "after 'too much'"), (0, MemoryError, "a single row in each")):
+        room.value = rows
+        with pytest.raises(error) as caught:
+            f(x)
+        assert note in caught.value.__notes__[-1]
+    is_short.value = False
+    assert f(x).tolist() == (x - x.mean()).tolist()
 
 
 def test_only_the_rows_that_batch_picks_count(reused: Any) -> None:

@@ -245,7 +245,7 @@ def test_the_text_shows_both_values_and_names_the_op_that_fits(shared_runtimes: 
             if not isinstance(caught.value, OpMismatch):  # ranks have different numbers of rows
                 assert 'outputs="gather"' in text
                 continue
-            ops, named = fitting(fn, x), re.findall(r'Use outputs="(\w+)"', text)
+            ops, named = fitting(fn, x), re.findall(r'(?:Use outputs=| or )"(\w+)"', text)
             assert set(named) <= ops
             assert bool(named) == bool(ops) == ("No op fits" not in text)
             if np.ndim(fn(x)) == 0:
@@ -275,6 +275,11 @@ def test_the_whole_text_and_each_output_by_its_place(shared_runtimes: Any) -> No
     assert """Use op "max" for output['parts'][1].""" in text
     assert "for output['std'], and one worker alone" in text and " 3 more outputs differ. Naming" in text
     assert "output['mean']" not in text
+    f = shared_runtimes[2].function(lambda x: (time.perf_counter(), x.sum(), np.random.random(), [np.random.random()]))
+    with pytest.raises(
+        OpMismatch, match=r"on 4 rows .* 2\.5 for output\[1\].* 5\.0\. Use op \"sum\" or \"max\", which all fit"
+    ):
+        f(np.array([0.0, 0.0, 0.0, 5.0]))
 
 
 # ----- however the call comes
@@ -289,6 +294,7 @@ WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "rows of shards": lambda rt, f, x: f(rt.shared(x, sharded=True), batch=np.arange(24) % 2 == 0),
     "slices": lambda rt, f, x: f(x, num_slices=2),
     "slices of one row": lambda rt, f, x: f(x, num_slices=100),
+    "another output": lambda rt, f, x: f(x, output_subset=[0]),
     "time limit": lambda rt, f, x: f(x, timeout=60.0),
     "submitted": lambda rt, f, x: f.submit(x).result(),
     "exception of a submitted one": lambda rt, f, x: _raise(f.submit(x).exception()),

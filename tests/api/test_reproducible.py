@@ -320,7 +320,7 @@ def test_the_default_op_is_checked(shared_runtimes: Any) -> None:
         assert rt.function(lambda x: x.mean(), reproducible=4)(np.arange(6.0)) == 2.5
         with pytest.raises(synk.errors.OpMismatch):
             rt.function(lambda x: x.sum(), reproducible=4)(np.arange(6.0))
-        assert rt.function(lambda x: (x.mean(), x.sum()), reproducible=4)(np.arange(6.0), output_subset=[0]) == (2.5,)
+        assert rt.function(lambda x: (x.mean(), 1.0), reproducible=4)(np.arange(6.0), output_subset=[0]) == (2.5,)
     f = rt.function(np.sum, outputs="sum", reproducible=4)
     with pytest.raises(ValueError, match=r"cannot submit .* reproducible=4"):
         f.submit(np.zeros(3))
