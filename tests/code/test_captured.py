@@ -307,7 +307,7 @@ def of_holder(holder: Any) -> Callable[[np.ndarray], Any]:
     return lambda x: [float(holder.array.sum()), *total([holder.made], x)]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.storm)])
 def test_what_is_made_anew_is_so_for_every_function_that_holds_it(
     subtests: Any, shared_runtimes: Any, count: int
 ) -> None:

@@ -140,7 +140,7 @@ def program(kind: str, hook: str, place: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(None, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("count", [36, pytest.param(None, marks=pytest.mark.storm)])
 def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, shared_runtimes: Any, count: int | None) -> None:
     """Captured, as a broadcast argument, and as an item of a map."""
     rt, rng = shared_runtimes[2], random.Random(7)

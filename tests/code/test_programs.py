@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +13,19 @@ AT_EACH_RUN, IN_ALL = 30, 10_000
 STORM_BLOCK = 450
 
 
-def test_programs(runtime: Callable[..., Any]) -> None:
-    run_block(runtime, range(AT_EACH_RUN))
+def test_programs(reused: Callable[..., Any]) -> None:
+    run_block(reused, range(AT_EACH_RUN))
 
 
 @pytest.mark.storm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(AT_EACH_RUN, IN_ALL, STORM_BLOCK))
-def test_many_programs(runtime: Callable[..., Any], first: int) -> None:
-    run_block(runtime, range(first, first + STORM_BLOCK))
+def test_many_programs(reused: Callable[..., Any], first: int) -> None:
+    run_block(reused, range(first, first + STORM_BLOCK))
 
 
-def run_block(runtime: Callable[..., Any], seeds: range) -> None:
-    runtimes = {num_workers: runtime(num_workers, max_restarts=10**9) for num_workers in (1, 2, 3)}
-    failures = programs.run_seeds(seeds, runtimes.__getitem__)
+def run_block(reused: Callable[..., Any], seeds: range) -> None:
+    failures = programs.run_seeds(seeds, functools.cache(reused))
     assert not failures, "\n\n".join([f"{len(failures)} programs went wrong", *failures])
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,21 +87,13 @@ def total(x):
 """
 
 
-def test_a_package_that_pip_has_installed_is_its_own_on_each_worker(
+def test_an_installed_package_is_its_own_on_each_worker(
     shared_runtimes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``--target``. It is not compared or sent: neither what the program changes there nor what has no pickle."""
-    pytest.importorskip("pip")
+    """It is not compared or sent: neither what the program changes there nor what has no pickle."""
     name = f"found_{next(_numbers)}"
-    metadata, wheel, target = f"{name}-1.0.dist-info", tmp_path / f"{name}-1.0-py3-none-any.whl", tmp_path / "target"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(f"{name}/__init__.py", LIBRARY)
-        file.writestr(f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        file.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{metadata}/RECORD", "")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True)
-    monkeypatch.syspath_prepend(target)
+    write(tmp_path, {f"{name}.py": LIBRARY, **METADATA["a wheel's"][1](name, [f"{name}.py"])})
+    monkeypatch.syspath_prepend(tmp_path)
     library: Any = importlib.import_module(name)
     assert not is_users_module(name)
     rt, x = shared_runtimes[2], np.arange(6.0)

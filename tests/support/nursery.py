@@ -43,7 +43,7 @@ _MODULES = (
     "hypothesis",
 )
 _TORCH = ("torch._dynamo", "synk.torch") if find_spec("torch") else ()
-_NODES = (f"synk.{AGENT}", "support.nursery")
+_NODES = (f"synk.{AGENT}", "support.nursery", "synk._rank.nodes", "synk.communicators._wires")
 _NUM_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1: a copy of a process has none of the threads that a library has started in it."""
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ WORKER_MODULES = (
     "synk.communicators._comm",
     "numpy.random",
     "cloudpickle",
+    "optree",
 )
 
 _MOST_FDS = 253  # in one message
@@ -59,6 +61,8 @@ def serve(fd: int, modules: Sequence[str]) -> None:
             has_imported = True
             for name in modules:
                 importlib.import_module(name)
+            for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+                finalizer.atexit = False  # those of torch take 0.05 s at the end of each worker
             gc.collect()
             gc.freeze()
         pid = fork_sibling()
