@@ -152,7 +152,10 @@ def _close_to_begin_anew() -> None:
 
 @verb
 def close() -> None:
-    """Close the current runtime, if there is one. Its data, functions and variables then raise ``ClosedError``."""
+    """Close the current runtime, if there is one. Its data and variables then raise ``ClosedError``.
+
+    Functions of the module run on the next runtime.
+    """
     refuse_inside_worker("close")
     if cell.runtime is not None:
         cell.runtime.close()

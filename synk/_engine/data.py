@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._engine.array_like import ArrayLike
-from synk._pure.arrays import as_held, as_plain_array, check_shareable
+from synk._pure.arrays import as_held, as_plain_array, check_shareable, keeps
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
 from synk._pure.tracebacks import outlined, verb
@@ -86,8 +86,10 @@ class Data(ArrayLike):
         if value is not None:
             check_no_list(value, "make", label)
             if dtype is not None and not hasattr(value, "dtype") and not has_own_meaning(value):
-                # A dtype for a list of Python numbers asks for NumPy's conversion, with its errors.
-                value = np.array(value, dtype=dtype)
+                # A dtype for a list asks for NumPy's conversion, with its errors.
+                with np.errstate(over="ignore"):
+                    converted = np.array(value, dtype=dtype)
+                value = converted if force_cast or keeps(converted, value) else value
             array = as_plain_array(value, label)
             self._dtype = check_shareable(np.dtype(dtype) if dtype is not None else array.dtype, label)
             if shape is not None and shape != array.shape:

@@ -77,6 +77,19 @@ def as_held(value: Any, dtype: np.dtype, what: str) -> Any:
     return found if _holds(found, array) else array
 
 
+def keeps(found: np.ndarray, value: Any) -> bool:
+    """Whether NumPy has made an array of a list without cutting its numbers and texts.
+
+    Examples
+    --------
+    >>> keeps(np.array([1.5, 2], "i8"), [1.5, 2]), keeps(np.array(["1", "2"], "i8"), ["1", "2"])
+    (False, True)
+    """
+    is_text = found.dtype.kind in "US"
+    plain = np.array(value, dtype=found.dtype.kind if is_text else None)
+    return plain.dtype.kind not in ("US" if is_text else "biufc") or _holds(found, plain)
+
+
 def _holds(found: np.ndarray, array: np.ndarray) -> bool:
     if found.dtype.names:
         return all(_holds(found[own], array[name]) for own, name in zip(found.dtype.names, array.dtype.names or ()))

@@ -172,7 +172,7 @@ class Comm(Hinting):
             It must have the same shape and dtype on all ranks.
         op : {"avg", "sum", "prod", "min", "max"}
         weight : float, optional
-            This rank's share in an average. The shares of all ranks must sum to 1. Default: its share of the rows.
+            This rank's share in an average, of the sum of all shares. Default: its number of rows.
         out : array, optional
             Where the result goes: contiguous, with the shape and dtype of ``array``. It may be ``array`` itself.
         async_op : bool
@@ -186,7 +186,7 @@ class Comm(Hinting):
         Raises
         ------
         CollectiveMismatch
-            If the ranks' requests differ, or a rank has left the function.
+            If the ranks' requests differ (kind, op, dtype, number of elements), or a rank has left the function.
         TypeError, ValueError
             For an op that the dtype does not have, and for a torch tensor that requires grad.
         """

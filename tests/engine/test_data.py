@@ -316,6 +316,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subte
         (TypeError, r"got a dict.*synk\.shared", lambda: rt.data({"a": np.ones(2)})),
         (ValueError, r"got a value of shape \(2,\) and shape=\(3,\)", lambda: rt.data([1, 2], shape=3)),
         (TypeError, "object", lambda: rt.data(np.array([None]))),
+        *(
+            (
+                TypeError,
+                f"got dtype .*{one}, expected .*{other}",
+                lambda value=value, dtype=dtype: rt.data(value, dtype=dtype),
+            )
+            for value, dtype, one, other in (
+                ([1.5], "i8", "float64", "int64"),
+                ([1.5, 0], "?", "float64", "bool"),
+                ([1e40], "f4", "float64", "float32"),
+                (["four"], "U3", "U4", "U3"),
+                ([1234], "U3", "int64", "U3"),
+            )
+        ),
         (TypeError, "cannot pickle Data 'd'", lambda: pickle.dumps(d)),
     ]
     for error, text, act in cases:

@@ -50,6 +50,8 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         new_tree = {"mean": buffer, "scale": buffer.mean(), "parts": [buffer.astype("f4")]}
         return {"rows": len(x)}, (x.sum(), x.max(axis=0), new_tree, [len(x)])
 
+    with pytest.raises(ValueError, match=r"got num_slices=2, expected 1, .* 'counts' without an op.*rows"):
+        rt.function(lambda x: (0.0, [[len(x)]]), updates=[counts])(np.ones(4), num_slices=2)
     updates = [(total, "sum"), (largest, "max"), tree, (counts, "sum")]
     f = rt.function(statistics, updates=updates, outputs={"rows": "sum"})
     x = np.random.default_rng(0).normal(size=(13, 2))
