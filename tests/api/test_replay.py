@@ -224,6 +224,16 @@ def test_only_the_users_calls_are_recorded(
     ]
 
 
+REPLAYS = """
+import os, sys, synk, torch
+for path in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        synk.replay(path)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
 def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:
     def body(x: np.ndarray) -> Any:
         if 7 in x:
@@ -234,10 +244,11 @@ def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], lis
         rt.function(body, outputs="sum")(np.arange(8))
     item = list(rt.map(body, np.arange(9)[:, None], on_error="return"))[7]
     assert isinstance(item, synk.ItemError)
-    for error, path in zip([caught.value, item.exception], files(), strict=True):
-        assert str(path) in error.__notes__[-1]
-        run = subprocess.run([sys.executable, "-c", f"import synk; synk.replay({str(path)!r})"], timeout=60)
-        assert run.returncode == -signal.SIGKILL
+    paths = [str(path) for path in files()]
+    for error, path in zip([caught.value, item.exception], paths, strict=True):
+        assert path in error.__notes__[-1]
+    run = subprocess.run([sys.executable, "-c", REPLAYS, *paths], timeout=60, capture_output=True, text=True)
+    assert run.stdout == f"{-signal.SIGKILL}\n" * 2, run.stderr
 
 
 def test_an_item_whose_time_is_over_can_be_replayed(

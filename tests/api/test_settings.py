@@ -234,7 +234,8 @@ def test_quiet_calls_stay_quiet_within_blocks_of_equal_settings(shared_runtimes:
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 def test_new_workers_have_them_and_so_have_those_that_take_their_places(runtime: Callable[..., Any]) -> None:
-    bodies = [case.body for case in CASES.values() if case.body is not in_decimal]
+    slow = ("sklearn", "xarray")  # to import, which each of the three workers does
+    bodies = [case.body for name, case in CASES.items() if case.body is not in_decimal and name not in slow]
     for case in CASES.values():
         case.set(case.values[1])
 
@@ -376,11 +377,11 @@ def test_64_bits_of_jax(shared_runtimes: Any) -> None:
     def total(x: Any) -> Any:
         return str(jax.numpy.ones(2).dtype)
 
-    f = shared_runtimes[2].function(total, outputs=None)
+    f = shared_runtimes[1].function(total, outputs=None)
     before = jax.config.jax_enable_x64
     try:
         for value in (False, True, False):
             jax.config.update("jax_enable_x64", value)
-            assert f(X) == [total(X)] * 2
+            assert f(X) == [total(X)]
     finally:
         jax.config.update("jax_enable_x64", before)

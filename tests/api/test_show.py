@@ -155,8 +155,8 @@ def test_each_change_saves_what_the_advice_says(shared_runtimes: Any, subtests: 
             r"weighted: pass 'table' as synk.data if it stays the same: saves (\S+) MB",
         ),
         "resident": (
-            lambda: called(rt, looked_up, MODEL, x, bcast_inputs="model", times=100),
-            lambda _: called(rt, looked_up, model, x, bcast_inputs="model", times=100),
+            lambda: called(rt, looked_up, MODEL, x, bcast_inputs="model", times=40),
+            lambda _: called(rt, looked_up, model, x, bcast_inputs="model", times=40),
             r"looked_up: keep 'model' in synk.resident if it stays the same: saves (\S+) MB",
         ),
         "batch": (

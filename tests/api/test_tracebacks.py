@@ -4,7 +4,10 @@ its name and its source, wherever the function was written.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import frames
-from support.harness import outcomes, script
+from support.harness import PACKAGE_FOLDER, TESTS_FOLDER, outcomes, script
 
 import synk
 from synk._pure.tracebacks import frames_of, outline
@@ -212,24 +215,13 @@ def test_a_bug_of_our_own_keeps_its_lines() -> None:
 
 BEGIN = "import synk\n\nruntime = synk.fork(2, backend='numpy')\n\n"
 REPORT = "from support.frames import differences\n\nprint(*differences(FORMS), sep='\\n', end='done\\n')\n\n"
-PROGRAM = BEGIN + frames.SOURCE + REPORT
-
-
-def test_frames_of_functions_of_a_script() -> None:
-    script(PROGRAM).check("done\n")
 
 
 def test_frames_of_functions_of_a_prompt() -> None:
-    script(
-        f"""
-        import subprocess
-
-        prompt = subprocess.run([sys.executable, "-q", "-i"], input={PROGRAM!r}, capture_output=True, text=True)
-        assert prompt.returncode == 0 and "Error" not in prompt.stderr, prompt.stderr
-        print(prompt.stdout, end="")
-        """,
-        flags=(),
-    ).check("done\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), str(TESTS_FOLDER)])}
+    program, command = BEGIN + frames.SOURCE + REPORT, [sys.executable, "-q", "-i"]
+    prompt = subprocess.run(command, input=program, env=environment, capture_output=True, text=True, check=False)
+    assert (prompt.returncode, prompt.stdout) == (0, "done\n") and "Error" not in prompt.stderr, prompt.stderr
 
 
 def test_frames_of_functions_of_a_notebook() -> None:
@@ -248,21 +240,19 @@ def test_frames_of_functions_of_a_notebook() -> None:
     ).check("done\n", stderr=None)
 
 
-def test_frames_of_functions_of_modules_and_of_text(tmp_path: Path) -> None:
+def test_frames_of_functions_of_a_script_of_modules_and_of_text(tmp_path: Path) -> None:
     """A module is sent by name, or with its contents: if it asks for that, was reloaded, or has no file to import."""
     for name in ("by_name", "by_value", "reloaded", "made_by_hand"):
         (tmp_path / f"frames_{name}.py").write_text(frames.SOURCE)
-    script(
-        f"""
+    modules = f"""
         import importlib, linecache, sys, types
         import cloudpickle
-        from support.frames import SOURCE, differences
+        from support.frames import SOURCE
 
         sys.path.insert(0, {str(tmp_path)!r})
         import frames_by_name, frames_by_value, frames_reloaded
 
         cloudpickle.register_pickle_by_value(frames_by_value)
-        synk.fork(2, backend="numpy")
         importlib.reload(frames_reloaded)
         made = types.ModuleType("made")
         exec(compile(SOURCE, {str(tmp_path / "frames_made_by_hand.py")!r}, "exec"), vars(made))
@@ -272,4 +262,5 @@ def test_frames_of_functions_of_modules_and_of_text(tmp_path: Path) -> None:
         for each in (*map(vars, (frames_by_name, frames_by_value, frames_reloaded, made)), typed):
             print(*differences(each["FORMS"]), sep="\\n", end=each["__name__"] + "\\n")
         """
-    ).check("frames_by_name\nframes_by_value\nframes_reloaded\nmade\n__main__\n")
+    found = script(BEGIN + frames.SOURCE + REPORT + textwrap.dedent(modules))
+    found.check("done\nframes_by_name\nframes_by_value\nframes_reloaded\nmade\n__main__\n")
