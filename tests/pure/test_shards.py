@@ -1,6 +1,6 @@
 """Which batches are refused, and how elements are divided. No process.
 
-Which rows a batch means, and which ranks work on them: ``test_exactness.py`` and ``engine/test_shared_arguments.py``.
+Which rows a batch means, and which ranks work on them: ``test_exactness.py`` and ``engine/test_shared.py``.
 """
 
 from __future__ import annotations
