@@ -295,15 +295,6 @@ def test_numbers_of_tasks() -> None:
             assert [future.result() for future in drawn] == expected
 
 
-def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
-    """On one machine."""
-    rt, table = shared_runtimes[2], np.arange(300_000.0)
-    before = rt.counters["bytes_pickled"]
-    with synk.Executor(runtime=rt) as executor:
-        assert list(executor.map(lambda a, k: a[k], [table] * 8, range(8))) == list(range(8))
-    assert rt.counters["bytes_pickled"] - before < table.nbytes
-
-
 def test_what_is_dropped_is_let_go_of(shared_runtimes: Any) -> None:
     """A large array with the task that had it, and the executor, which ends what it has."""
     executor, table = synk.Executor(runtime=shared_runtimes[2]), np.ones(300_000)

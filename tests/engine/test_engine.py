@@ -101,14 +101,6 @@ def test_functions_and_results_that_are_dropped_are_freed(rt: Any) -> None:
     assert large() is None
 
 
-def test_slots_that_another_plan_has_replaced(rt: Any) -> None:
-    small = rt.function(lambda x: x + 1, outputs="gather")
-    for size in (10, 4000, 20, 9000):
-        f = rt.function(lambda x: np.tile(x, (1, 40)), outputs="gather")
-        np.testing.assert_array_equal(small(np.arange(10.0)), np.arange(10.0) + 1)
-        np.testing.assert_array_equal(f(np.ones((size // 10, 1))), np.ones((size // 10, 40)))
-
-
 def test_shards_that_nobody_reads_in_between_keep_no_old_rows(rt: Any) -> None:
     """A place is used again for a value of another length, while views of the one before may be there."""
     w = rt.shared(np.arange(4.0), sharded=True)

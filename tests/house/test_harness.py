@@ -32,7 +32,6 @@ from support.harness import (
     census,
     children,
     kill_and_wait,
-    kill_in,
     pids,
     settled_census,
     wait_for,
@@ -171,19 +170,6 @@ def test_a_file_of_another_program_is_not_counted(path: Path) -> None:
         os.close(fd)
         assert str(path) in held.shm
         assert left_files(before) == []
-
-
-def test_a_timer_kills_the_child_that_it_was_made_for() -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    timer = kill_in(0.0, child.pid)
-    timer.start()
-    assert child.wait() == -signal.SIGKILL
-    timer.join()
-    gone = subprocess.Popen(["true"])
-    timer = kill_in(0.0, gone.pid)
-    assert gone.wait() == 0
-    timer.run()
-    kill_in(0.0, gone.pid).run()
 
 
 # ----- a folder of shared memory that nobody else has

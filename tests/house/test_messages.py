@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from synk import errors
 
 PACKAGE = Path(errors.__file__).parent
@@ -154,19 +152,3 @@ def test_no_word_is_broken_by_the_source() -> None:
 def test_texts_have_one_word_for_a_thing() -> None:
     words = (r"\bmaster\b", "of (its|your) own", "has a meaning", "belongs into")  # program, separate, can be used, in
     assert not [each for each in all_texts() if any(re.search(word, each[3]) for word in words)]
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    (
-        ("raise ValueError('cannot do it')", False),
-        ("raise ValueError('Cannot do it: got 1.')", False),
-        ("raise ValueError(f'cannot do it: got {x}, expected 2.')", True),
-        ("def f():\n return ValueError('wrong')\nraise f()", False),
-        ("T = 'it is wrong.'\nraise TypeError(T)", False),
-        ("raise WorkerDied('rank 2 of 4 ended with SIGKILL.')", True),
-    ),
-)
-def test_the_check_itself(source: str, expected: bool) -> None:
-    ((_, kind, text),) = Texts(source)
-    assert has_form(kind, text) is expected

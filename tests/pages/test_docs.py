@@ -270,12 +270,6 @@ def test_what_is_no_program_is_elsewhere() -> None:
             assert "(" not in code and "synk." not in code, f"{code} could run"
 
 
-def test_a_new_piece_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("| `old()` | ``a `b` `` |\n```python\nno_piece()\n```\nand `new(\n  x)`, in `docs/errors.md`\n")
-    assert pieces(page) == ["old()", "a `b`", "new( x)"]
-
-
 @pytest.fixture
 def current(reused: Any) -> Iterator[synk.Runtime]:
     """The current runtime, which other tests have used."""
