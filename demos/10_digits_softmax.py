@@ -31,7 +31,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--size", choices=("small", "full"), default="full", help="small: a tenth of the work, for tests")
 parser.add_argument("--picture", metavar="FILE", help="draw the speed-up there; needs matplotlib")
 options = parser.parse_args()
-NUM_FEATURES, NUM_EPOCHS = {"small": (512, 25), "full": (2048, 30)}[options.size]
+NUM_FEATURES, NUM_EPOCHS = {"small": (512, 15), "full": (2048, 30)}[options.size]
 NUM_TRAIN, BATCH_ROWS, LEARNING_RATE, MOMENTUM = 1437, 479, 0.0125, 0.9
 STEP_NBYTES = 7 * BATCH_ROWS * NUM_FEATURES * 8  # the features are written three times and read four times
 

@@ -105,7 +105,7 @@ def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any,
         for workers in WHERE
     }
     kept = []
-    for case in drawn(itertools.product(FORMS, PLACES, WHERE, (1, 2, 5, 6), (1, 2)), is_whole, 120):
+    for case in drawn(itertools.product(FORMS, PLACES, WHERE, (1, 2, 5, 6), (1, 2)), is_whole, 80):
         form, place, workers, rows, num_slices = case
         make, (_, _, found), num_ranks = FORMS[form], PLACES[place], shared_runtimes[workers].world_size
         x = np.arange(1.0, rows + 1)

@@ -121,6 +121,11 @@ if importlib.util.find_spec("pint"):
     MAKERS["Quantity"] = lambda: pint.get_application_registry().Quantity(np.array(VALUES), "metre")
 
 
+def workers_for(name: str) -> int:
+    """Return how many workers see objects of a library: each imports it, xarray for a second."""
+    return 1 if name == "DataArray" else 2
+
+
 def called(rt: synk.Runtime, value: Any, **options: Any) -> Any:
     return rt.function(lambda x: 1, outputs="sum")(value, **options)
 
@@ -150,13 +155,13 @@ def test_it_is_refused_by_name_where_it_would_be_flattened(shared_runtimes: Any,
         if name in ("Table", "Track") and "output" in place:
             continue  # dicts and lists are structure in results
         with subtests.test(name=name, place=place), pytest.raises(TypeError, match=rf"\b{name}\b"):
-            DIVIDED[place](shared_runtimes[2], MAKERS[name])
+            DIVIDED[place](shared_runtimes[workers_for(name)], MAKERS[name])
 
 
 KEPT: dict[str, Callable[[synk.Runtime, Callable[[], Any]], Any]] = {
     "broadcast": lambda rt, make: passed(rt, make())[0],
     "inside a broadcast argument": lambda rt, make: passed(rt, {"a": [make()], "w": np.ones(3)}),
-    "output under None": lambda rt, make: told(returned(rt, make, None)[1]),
+    "output under None": lambda rt, make: told(returned(rt, make, None)[-1]),
     "output under first": lambda rt, make: told(returned(rt, make, "first")),
     "output under an op of its own": lambda rt, make: told(returned(rt, make, lambda a, b: b)),
     "output in slices": lambda rt, make: told(returned(rt, make, None, num_slices=2)[0][1]),
@@ -183,7 +188,7 @@ def test_it_comes_as_it_is_where_nothing_is_divided(shared_runtimes: Any, subtes
         if name == "Track" and "output" in place:
             continue  # a list is structure in results
         with subtests.test(name=name, place=place):
-            assert KEPT[place](shared_runtimes[2], MAKERS[name]) == told(MAKERS[name]())
+            assert KEPT[place](shared_runtimes[workers_for(name)], MAKERS[name]) == told(MAKERS[name]())
 
 
 def test_masks_count_in_each_slice(shared_runtimes: Any) -> None:
@@ -203,7 +208,7 @@ def as_recarray(x: Any) -> tuple[str, list[int], Any]:
 
 
 def test_recarrays_arrive_and_come_back_as_recarrays(shared_runtimes: Any, subtests: Any) -> None:
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         rt = shared_runtimes[workers]
         arguments: dict[str, tuple[Any, Any]] = {
             "argument": (RECORDS, None),

@@ -117,7 +117,10 @@ def two_workers(kept_open: Any) -> Iterator[None]:
         yield
 
 
-STEPS = [("a chain", "float64", 1e-12), ("adamw with a schedule", "float32", 2e-5)]
+STEPS = [
+    ("a chain", "float64", 1e-12),
+    pytest.param("adamw with a schedule", "float32", 2e-5, marks=pytest.mark.storm),
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "bound"), STEPS)

@@ -19,7 +19,7 @@ from support.harness import same_workers
 
 import synk
 
-KINDS = (2, 5)
+KINDS = (2, 3)
 
 
 def on_each(rt: Any, body: Callable[[Any, int, int], Any]) -> list[Any]:
