@@ -173,10 +173,10 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize("kind", [2, "1+1"])
-def test_verdicts(shared_runtimes: Any, kind: Any, subtests: pytest.Subtests) -> None:
-    for name, case in VERDICTS.items():
-        with subtests.test(name), np.errstate(all="raise"):
+def test_verdicts(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    for number, (name, case) in enumerate(VERDICTS.items()):
+        kind = "1+1" if number % 3 == 0 else 2
+        with subtests.test(name, kind=kind), np.errstate(all="raise"):
             report = shared_runtimes[kind].function(case.fn, **case.options or {}).verify(X)
             assert told(report) == (case.oracle, [*case.verdicts])
             assert bool(report) == ({*case.verdicts} <= {"equal", "one per rank"})

@@ -107,7 +107,7 @@ def test_all_rows_and_all_values_reach_it(subtests: Any, shared_runtimes: Any) -
         f = shared_runtimes[where].function(
             named("f", lambda x: (x, moments(x), x.max(axis=0))), outputs=(Median(), Variance(), "max")
         )
-        for rows, columns in ((1, 4), (2, 4), (4, 4), (9, 4), (7, WIDE)):
+        for rows, columns in ((1, 4), (2, 4), (9, 4), (7, WIDE)):
             x = np.random.default_rng(rows).normal(size=(rows, columns))
             for how, call in calls_of(f):
                 with subtests.test(where=where, rows=rows, columns=columns, how=how):
