@@ -95,6 +95,7 @@ class Trials:
         self.function = self.runtime.function(slow_sum, outputs="sum", bcast_inputs="is_bad")
         self.plain = self.runtime.function(plain_sum, outputs="sum")
         self.pids = self.runtime.function(lambda row: os.getpid(), outputs=None)
+        self.pids(np.ones(world_size), timeout=60.0)  # they have started: the runtime's limit is for calls
 
     def worker_pids(self) -> list[int]:
         """Return the processes of the ranks."""
