@@ -17,7 +17,7 @@ from support.harness import children, kill_in
 import synk
 from synk.errors import CallTimeout, WorkerDied
 
-Reused = Callable[..., synk.Runtime]
+Reused = Callable[..., Any]
 NUM_STEPS = 8
 F = torch.nn.functional
 

@@ -153,9 +153,9 @@ def test_large_messages_arrive_whatever_their_receiver_does(at: Any, place: Any,
             on_each(at(place), body)
 
 
-def test_exchanges_of_64_mb_do_not_grow(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:
+def test_exchanges_of_40_mb_do_not_grow(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:
     """Neither within a call, where a rank may be ahead of the other by a message, nor from call to call."""
-    runtime, nbytes = shared_runtimes[2], 64 << 20
+    runtime, nbytes = shared_runtimes[2], 40 << 20
 
     def exchange(comm: Any) -> int:
         for number in range(6):

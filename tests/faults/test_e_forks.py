@@ -141,18 +141,20 @@ def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(
         "free_memory": lambda data: data.free_memory(),
         "grow": lambda data: (data.set_length(3 * len(data) + 10_000), data.__setitem__(slice(None), -1)),
     }
-    for (how, drop), size in itertools.product(drops.items(), (10, 5000, 1 << 17)):
-        with subtests.test(how, size=size):
-            data = rt.data(np.arange(float(size)))
-            assert total(data) == np.arange(size).sum()
-            views = [data.data]
-            with Child(lambda: np.testing.assert_array_equal(views[0], np.arange(float(size)))):  # noqa: B023
-                drop(data)
-                del data
+    wanted = [np.arange(float(size)) for size in (10, 5000, 1 << 17)]
+    for how, drop in drops.items():
+        with subtests.test(how):
+            held = [rt.data(values) for values in wanted]
+            assert [total(data) for data in held] == [values.sum() for values in wanted]
+            views = [data.data for data in held]
+            with Child(lambda: [*map(np.testing.assert_array_equal, views, wanted)]):  # noqa: B023
+                while held:
+                    drop(held.pop())
                 views.clear()
                 gc.collect()
-                new = [rt.data(np.full(size, -2.0)) for _ in range(6)]
-                assert [total(each) for each in new] == [-2.0 * size] * 6
+                for values in wanted:
+                    new = [rt.data(np.full(len(values), -2.0)) for _ in range(6)]
+                    assert [total(each) for each in new] == [-2.0 * len(values)] * 6
 
 
 def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:

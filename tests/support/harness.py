@@ -35,6 +35,7 @@ import numpy as np
 import synk
 from support.nursery_process import NAME as NURSERY
 from synk._processes.program import ARMED
+from synk._wire.cell import WORKER_ARGUMENT
 
 TESTS_FOLDER = Path(__file__).resolve().parents[1]
 PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]
@@ -174,6 +175,8 @@ def census() -> Census:
 
 def start_polars() -> None:
     """Have polars, where it is installed, open what it keeps from its first query on, before a census is taken."""
+    if WORKER_ARGUMENT in sys.argv:  # a worker takes none
+        return
     try:
         import polars
     except ModuleNotFoundError:

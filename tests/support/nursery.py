@@ -39,8 +39,9 @@ serve(int(sys.argv[2]), {modules!r})
 _TESTS = Path(__file__).resolve().parents[1]
 _MODULES = (
     *WORKER_MODULES,
-    "pytest",  # a function of a module of tests has its workers import the module: a sixth of a second
+    "pytest",  # a function of a module of tests has its workers import the module: a fifth of a second
     "hypothesis",
+    "support.harness",
 )
 _TORCH = ("torch._dynamo", "synk.torch") if find_spec("torch") else ()
 _NODES = (f"synk.{AGENT}", "support.nursery", "synk._rank.nodes", "synk.communicators._wires")

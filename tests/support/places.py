@@ -10,7 +10,6 @@ import pytest
 
 import synk
 from support.seccomp import forbid_reading_memory
-from synk._engine import lanes
 
 ON_ONE_MACHINE = (0, 1, 2, 3, "little memory", "blind")
 OVER_NODES = ("1+1", "1+2", "2+2")
@@ -28,7 +27,7 @@ def made(place: str) -> synk.Runtime:
     """
     with pytest.MonkeyPatch.context() as patch:
         if place == "little memory":
-            patch.setattr(lanes, "_COLLECTIVE_RANK_NBYTES", 1 << 14)
+            patch.setattr("synk._engine.lanes._COLLECTIVE_RANK_NBYTES", 1 << 14)
         runtime = synk.Runtime(3, backend="numpy", max_restarts=10**9)
         runtime.function(_prepare, bcast_inputs="is_blind", outputs=None)(np.arange(3.0), place == "blind")
     return runtime

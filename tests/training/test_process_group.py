@@ -24,11 +24,6 @@ from synk.cuda._devices import visible_gpus
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
-pytest.importorskip("torch.distributed.fsdp")
-
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
-
 F = torch.nn.functional
 DATA = batches(8, (12, 7, 5, 10))
 
@@ -101,6 +96,8 @@ class Sharded:
         held = rt.resident(types.SimpleNamespace(group=None))
 
         def parts() -> tuple[Any, Any]:
+            from torch.distributed.fsdp import fully_shard  # above it would take each worker of this file a second
+
             group, own = synk.torch.process_group(), held.value
             if own.group is not group:
                 mesh = dist.init_device_mesh("cpu", (group.size(),))
@@ -149,6 +146,8 @@ def test_parallel_layers_compute_what_plain_ones_do(shared_runtimes: Any) -> Non
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def compute() -> Any:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
         mesh = dist.init_device_mesh("cpu", (synk.torch.process_group().size(),))
         model = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         out = model(x)
@@ -294,6 +293,8 @@ def test_on_gpus_tensors_go_by_nccl_and_fsdp_trains(runtime: Any) -> None:
         pytest.skip("needs two GPUs")
 
     def compute() -> Any:
+        from torch.distributed.fsdp import fully_shard
+
         group = synk.torch.process_group()
         value, host = torch.full((3,), group.rank() + 1.0, device="cuda"), torch.ones(2)
         dist.all_reduce(value)

@@ -140,7 +140,7 @@ def test_what_the_program_changes_is_told_or_sent(subtests: Any, shared_runtimes
         plain, atol = made(), 1e-5 if change is change_dtype else 1e-11
         rep, step, objects = replicated(shared_runtimes[(1, 2)[bool(number % 4)]])
         with subtests.test(change=name):
-            for count, (x, y) in enumerate(batches(7, (8, 7))):
+            for count, (x, y) in enumerate(batches(6, (8, 7))):
                 if count in (2, 4):
                     change(*plain)
                     with rep.here():

@@ -56,7 +56,7 @@ def step_and_schedule(model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any
     return loss
 
 
-class Kept(dict[int, synk.Runtime]):
+class Kept(dict[int, Any]):  # not synk.Runtime: each worker would import the program's half of synk for it
     """Runtimes of one kind, for the tests of one file alone, by their numbers of workers."""
 
     def __init__(self, reuse: Callable[..., synk.Runtime], kind: str, make: Callable[..., synk.Runtime]) -> None:
