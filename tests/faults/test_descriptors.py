@@ -17,8 +17,6 @@ from support.harness import script
 
 from synk.errors import ClosedError
 
-pytestmark = pytest.mark.own_start
-
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
 
@@ -92,7 +90,12 @@ INTERRUPTED_START = """
 """
 
 
-@pytest.mark.parametrize("part", ["in between", "at the end", "close"])
+START = pytest.mark.own_start
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param("in between", marks=START), pytest.param("at the end", marks=START), "close"]
+)
 def test_D5_ctrl_c_at_any_instruction_of_a_start_or_of_close_leaves_nothing(part: str, storm_count: Count) -> None:
     """As the workers are complete, and their owner not yet, too."""
     points = {

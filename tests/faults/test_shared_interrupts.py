@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import operator
 import random
 import signal
@@ -171,12 +172,12 @@ def interrupt(rt: Any, name: str, nth: int, number: int, other_thread: ThreadPoo
     return interrupting.count
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_signal_at_any_point_of_an_operation(
-    reused: Fork, is_whole: bool, number: int, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    reused: Fork, is_whole: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
+    """Both signals in turn."""
     rt, chance = reused(2), random.Random(0)
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)  # Python drops what is raised in a finalizer
     before = signal.signal(signal.SIGUSR1, raise_time_is_over)
@@ -184,8 +185,9 @@ def test_a_signal_at_any_point_of_an_operation(
         with ThreadPoolExecutor(1) as other_thread:
             for name in OPERATIONS:
                 with subtests.test(name):
-                    count = interrupt(rt, name, 0, number, other_thread)
-                    for nth in chance.sample(range(1, count + 1), min(count, 400 if is_whole else 2)):
+                    count = interrupt(rt, name, 0, signal.SIGINT, other_thread)
+                    points = chance.sample(range(1, count + 1), min(count, 800 if is_whole else 3))
+                    for nth, number in zip(points, itertools.cycle((signal.SIGINT, signal.SIGUSR1))):
                         interrupt(rt, name, nth, number, other_thread)
     finally:
         signal.signal(signal.SIGUSR1, before)
