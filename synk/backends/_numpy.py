@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import as_plain_array
+from synk._pure.arrays import address_of, as_plain_array
 from synk._pure.cores import num_cores
 from synk._pure.exact import has_own_meaning
 from synk._wire.memory import Segment
@@ -96,6 +96,10 @@ class NumpyBackend:
     def is_array(self, value: Any) -> bool:
         """Whether the methods below accept ``value`` as an array: an array of the backend or of NumPy."""
         return isinstance(value, np.ndarray)
+
+    def address(self, array: Any) -> int:
+        """Return where an array of the backend begins."""
+        return address_of(array)
 
     def from_host(self, host: np.ndarray) -> Any:
         """Return a device array with the values of ``host``. On the CPU it is ``host`` itself (a read-only view)."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.arrays import address_of
+from synk._pure.dtypes import assign
 from synk.backends import Backend
 from synk.communicators._checks import check_out
 from synk.communicators._results import ResultMemory
@@ -49,11 +51,21 @@ class UserArrays:
         place = self._memory(out)
         return check_out(place, shape, dtype, type(place) if self._backend.is_array(place) else ())
 
-    # What a communicator gets of an array, what a function gets of what came, and where it goes: the same arrays.
-    take, give, place = own, shown, checked
+    take, give = own, shown  # what a communicator gets of an array, and a function of what came: the same arrays
+
+    def place(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return where a communicator is to write what goes to ``out``: its memory, if that lies where arrays do."""
+        place = self.checked(out, shape, dtype)
+        return place if self.lies_here(place) else self.empty(shape, dtype)
+
+    def lies_here(self, out: Any) -> bool:
+        """Whether an array of the function lies in the memory of the backend's arrays."""
+        return isinstance(self._memory(out), self._backend.xp.ndarray)
 
     def filled(self, place: Any, out: Any) -> Any:
         """Return ``out``, now that what was to go there is in the memory that ``place`` returned."""
+        if not isinstance(place, np.ndarray) and not self.lies_here(out):
+            assign(self._memory(out), self._backend.host_copy(place))
         return out
 
     def _memory(self, out: Any) -> Any:
@@ -62,14 +74,15 @@ class UserArrays:
     def apart(self, array: Any, out: Any, *, is_in_place: bool = False) -> Any:
         """Return an array, or a copy of it where ``out``, which is written before all of it was read, overlaps it.
 
-        ``is_in_place``: ``out`` may be that very array.
+        ``is_in_place``: ``out`` may begin where the array begins.
         """
-        if out is None or not isinstance(array, np.ndarray) or (is_in_place and out is array):
+        if out is None or (is_in_place and out is array):
             return array
-        place = self._memory(out)
-        if not isinstance(place, np.ndarray) or not np.may_share_memory(array, place):
+        on_host, place = isinstance(array, np.ndarray), self._memory(out)
+        xp, address = (np, address_of) if on_host else (self._backend.xp, self._backend.address)
+        if not isinstance(place, xp.ndarray) or not xp.may_share_memory(array, place):
             return array
-        return array if is_in_place and place.ctypes.data == array.ctypes.data else array.copy()
+        return array if is_in_place and address(place) == address(array) else array.copy()
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return an array of the function in host memory, contiguous."""

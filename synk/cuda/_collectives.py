@@ -99,9 +99,9 @@ class NcclCollectives(Collectives):
 
         Then nothing is allocated there. It begins after the work that the function has queued by now.
         """
-        if kind != "all_reduce" or not is_started or out is None:
+        if kind != "all_reduce" or not is_started or out is None or not self.arrays.lies_here(out):
             return (yield from super().reduce(kind, array, op, weight, root, out, is_started))
-        send = self.arrays.take(array)
+        send = self.arrays.apart(self.arrays.take(array), out, is_in_place=True)
         self._check(op, send, weight)
         place = self._place(out, send.shape, send.dtype)
         if not _is_taken_whole(send, op):

@@ -321,6 +321,39 @@ def test_collectives_of_a_function(here: Here) -> None:
             np.testing.assert_allclose(got[rank][name], value, rtol=1e-12, err_msg=name)
 
 
+def test_where_results_go(here: Here) -> None:
+    """To host memory, and to memory that overlaps the array. The ranks communicate as before it afterwards."""
+
+    def body(x: Any) -> dict[str, Any]:
+        comm, found, own = synk.comm, {}, x.reshape(-1)
+        of = {
+            "sum": lambda array, **given: comm.all_reduce(array, "sum", **given),
+            "max": lambda array, **given: comm.all_reduce(array, "max", **given),
+            "started": lambda array, **given: comm.all_reduce(array, "sum", async_op=True, **given).wait(),
+            "share": lambda array, **given: comm.all_reduce(array, "avg", weight=0.5, async_op=True, **given).wait(),
+            "root": lambda array, **given: comm.broadcast(array, 1, **given),
+            "stack": comm.all_gather,
+            "block": lambda array, **given: comm.reduce_scatter(array, "sum", **given),
+        }  # fmt: skip
+        for name, collective in of.items():
+            first = collective(own[:6] * 1)
+            place = np.empty(first.shape)
+            assert collective(own[:6] * 1, out=place) is place
+            for begin in (0, 2, 3):
+                room = own * 1
+                out = room[begin : begin + first.size].reshape(first.shape)
+                collective(room[:6], out=out)
+                found[name, begin] = out
+            found[name] = first, place
+        return found
+
+    for found in host(here.runtime.function(body, outputs=None)(np.arange(36.0).reshape(2, 18))):
+        for name in [each for each in found if type(each) is str]:
+            first, place = found[name]
+            for each in (place, *(found[name, begin] for begin in (0, 2, 3))):
+                np.testing.assert_array_equal(each, first, name)
+
+
 def test_collectives_of_every_dtype(here: Here, subtests: Any) -> None:
     for dtype in DTYPES:
         parts = (np.arange(10).reshape(2, 5) % 7).astype(dtype)

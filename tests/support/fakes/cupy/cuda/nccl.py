@@ -2,7 +2,8 @@
 
 It computes what the stand-in library does (``tests/cuda/stub_nccl.c``). Operations run when they are launched, or
 beside the function's stream when somebody waits for them, and block until the others come; ``abort`` from another
-thread frees them. Like NCCL it drops NaN in min and max and compares nothing between the ranks.
+thread frees them. Like NCCL it drops NaN in min and max and compares nothing between the ranks. It refuses buffers that
+overlap and are not in place, with which NCCL gives wrong numbers.
 
 ``SYNK_FAKE_NCCL`` says what is broken: empty, there is no library; ``1`` nothing; ``refuse`` joining fails, ``fail``
 collectives are refused, ``hang`` collectives are accepted and do not end before an abort, ``stick`` not even then,
@@ -78,6 +79,11 @@ def view(pointer: int, count: int, dtype: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(pointer), kind)
 
 
+def check_apart(send: int, send_nbytes: int, recv: int, recv_nbytes: int, in_place: int) -> None:
+    overlaps = max(send, recv) < min(send + send_nbytes, recv + recv_nbytes)
+    assert not overlaps or recv - send == in_place, "the buffers overlap"
+
+
 class NcclCommunicator:
     """One rank's end: a counter, and an area to show its data in, for each rank."""
 
@@ -142,6 +148,8 @@ class NcclCommunicator:
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         """Beside the function's stream it runs when somebody waits for it, with what the array holds by then."""
+        nbytes = count * np.dtype(DTYPES[datatype]).itemsize
+        check_apart(sendbuf, nbytes, recvbuf, nbytes, 0)
         fault = fault_of_next()
         if self.breaks(fault, stream):
             return
@@ -166,6 +174,8 @@ class NcclCommunicator:
     def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
         if self.breaks(fault_of_next(), stream):
             return
+        nbytes = recvcount * np.dtype(DTYPES[datatype]).itemsize
+        check_apart(sendbuf, nbytes * self.size, recvbuf, nbytes, nbytes * self.rank)
         total = self.reduced(sendbuf, recvcount * self.size, datatype, op)
         view(recvbuf, recvcount, datatype)[:] = total[self.rank * recvcount : (self.rank + 1) * recvcount]
 
@@ -174,5 +184,7 @@ class NcclCommunicator:
         view(recvbuff, count, datatype)[:] = parts[root]
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
+        nbytes = count * np.dtype(DTYPES[datatype]).itemsize
+        check_apart(sendbuf, nbytes, recvbuf, nbytes * self.size, -nbytes * self.rank)
         parts: list[Any] = self.share(view(sendbuf, count, datatype))
         view(recvbuf, count * self.size, datatype)[:] = np.concatenate(parts)
