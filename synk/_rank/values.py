@@ -15,7 +15,7 @@ from synk._pure.ops import EACH, Op, Reduction, is_int
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table, num_rows
 from synk._pure.tables import is_table
-from synk._pure.tensors import tensor_of
+from synk._pure.tensors import is_tensor, tensor_of
 from synk._pure.texts import text_of
 from synk._pure.trees import flatten
 from synk._rank.functions import LoadedFunction
@@ -106,6 +106,8 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
         return int(value)  # of any size
     if not op.is_of_arrays and isinstance(value, np.ndarray) and type(value) not in _PLAIN_ARRAYS:
         return Object(value)  # its class counts
+    if not op.is_of_arrays and is_tensor(value):
+        return value  # of a function without a framework: an object like others, wherever it lies
     array = backend.as_output(value)
     if array is None:
         if not op.is_of_arrays:

@@ -40,7 +40,9 @@ DTYPES = (
 
 
 # On NumPy and CuPy tests/training has all of this. Each of these imports torch in two workers, which takes seconds.
-with_torch = pytest.mark.parametrize("here", [each for each in PARAMETERS if each.values[0] == "dpnp"], indirect=True)
+with_torch = pytest.mark.parametrize(
+    "here", [*(each for each in PARAMETERS if each.values[0] == "dpnp"), "cupy by NCCL"], indirect=True
+)
 
 
 GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu", "gpu by NCCL")]
