@@ -8,6 +8,7 @@ all of it is left out on a worker without a device.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -133,8 +134,14 @@ class DeviceReduction(RankReduction):
         super().__init__(rank, (result, [each for each in shares if each[3][0][0] >= 0]))
         self._result = rank.held[result]
         self._of_kept = [Share(*each) for each in shares if each[3][0][0] < 0]
+        # The other ranks wait for this one in a reduction: whatever fails here, an own copy too, must free them.
+        self._is_awaited = any(share.op for share in self._of_kept)
 
     def answer(self, rank: Any, number: int, in_place: int, rows: tuple[int, ...]) -> Published:
+        with rank.by_group.guard() if self._is_awaited else contextlib.nullcontext():
+            return self._answered(rank, number, in_place, rows)
+
+    def _answered(self, rank: Any, number: int, in_place: int, rows: tuple[int, ...]) -> Published:
         rank.check_interrupt(number)
         answered = super().answer(rank, number, in_place, rows)
         backend = rank.backend
@@ -152,8 +159,7 @@ class DeviceReduction(RankReduction):
             items.append((array, op, weights[rank.rank] / sum(weights) if is_weighted else None))
             places.append(self._result.view(at, (length,), dtype))
         if items:
-            with rank.by_group.guard():
-                blocks = rank.by_group.reduce_blocks(items)
+            blocks = rank.by_group.reduce_blocks(items)
             for block, place in zip(blocks, places):
                 backend.to_host(block[: place.size], place)
         backend.synchronize()

@@ -63,8 +63,8 @@ class WorkerGroup:
         """
         self.leave()
         self._number = number  # before the group is joined: a rank that fails in the middle gives up this number
-        nccl: Any = load_nccl()
         with self.giving_up_on_failure():
+            nccl: Any = load_nccl()
             communicator = NcclCommunicator(
                 nccl, unique_id, self.rank, self.world_size,
                 is_broken=lambda: self.is_broken(number), give_up=lambda: self.give_up(number),

@@ -393,6 +393,24 @@ def test_a_rank_that_fails_in_a_reduction_frees_the_others(gpu: Any) -> None:
     with pytest.raises(synk.errors.SynkError, match="NCCL_ERROR_SYSTEM_ERROR"):
         large_sum(rt)
     large_sum(rt)
+
+    def has_no_room(x: Any) -> Any:
+        from synk._wire.cell import cell
+
+        def full(array: Any) -> Any:
+            raise MemoryError("no room for a copy")
+
+        if synk.comm.rank:
+            cell.worker.backend.own_copy = full  # type: ignore[union-attr, method-assign]
+        return x[:1].repeat(LARGE * 4)
+
+    f = rt.function(has_no_room, outputs="sum")
+    first, second = f.submit(np.ones(2), timeout=60), f.submit(np.ones(2), timeout=60)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        first.result()
+    with contextlib.suppress(synk.errors.SynkError):  # the group was given up meanwhile
+        second.result()
+    large_sum(rt)
     assert pids(rt) == before
 
 
