@@ -48,7 +48,8 @@ def is_plain(tensor: Any) -> bool:
     """Whether the elements of a tensor lie in memory like those of an array."""
     import torch
 
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return is_dense and not tensor.is_meta
 
 
 def array_of(tensor: Any) -> np.ndarray:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from synk._pure.arrays import as_plain_array
+from synk._pure.dtypes import BFLOAT16, describe_dtype
 from synk._pure.trees import flatten, unflatten
+from synk.backends._frameworks import Converter, bfloat16, host_converters
 from synk.backends._numpy import NumpyBackend
 
 
@@ -57,13 +59,14 @@ class DeviceArrays(NumpyBackend):
     def _library_of(self, array: Any) -> Any:
         return np if isinstance(array, np.ndarray) else self.xp
 
-    def check_dtype(self, host: np.ndarray) -> None:
-        """Raise TypeError for a host array of a dtype that the library lacks."""
+    def checked(self, host: np.ndarray) -> np.ndarray:
+        """Return a host array in a dtype of the library's; raise TypeError if that lacks it."""
         if not self.has_dtype(host):
             raise TypeError(
-                f"cannot copy an array of dtype {host.dtype} to {self.device}: expected bools, integers, floats or "
-                "complex numbers. Pass it inside a broadcast tuple, or encode it as integers."
+                f"cannot copy an array of dtype {describe_dtype(host.dtype)} to {self.device}: expected bools, "
+                "integers, floats or complex numbers. Pass it inside a broadcast tuple, or encode it as integers."
             )
+        return host.view(bfloat16()) if host.dtype == BFLOAT16 else host
 
     def from_objects(self, value: Any) -> Any:
         """Return a broadcast object with the arrays in its tuples, lists and dicts on the device."""
@@ -82,6 +85,11 @@ class DeviceArrays(NumpyBackend):
             array = as_plain_array(value, what)
         # The user may change the array while its copy to the device is still running, so a copy of it is the source.
         return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
+
+    def converters(self, framework: str) -> tuple[Converter, Converter]:
+        """Return functions that convert through host memory, with copies, for what cannot read the device's memory."""
+        to_framework, from_framework = host_converters(framework)
+        return lambda array: to_framework(self.host_copy(array)), from_framework
 
     def take_copied(self) -> tuple[int, int, int]:
         """Return the bytes copied to the device, and back, since the last call of this method.

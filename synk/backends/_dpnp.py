@@ -20,7 +20,6 @@ from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
 from synk.backends._assignment import DeviceAssignment, choose
 from synk.backends._device_arrays import DeviceArrays
-from synk.backends._frameworks import Converter, host_converters
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
@@ -147,7 +146,7 @@ class DpnpBackend(DeviceArrays):
         return array.dtype.name in _DTYPES
 
     def from_host(self, host: np.ndarray) -> Any:
-        self.check_dtype(host)
+        host = self.checked(host)
         try:
             array = self.xp.empty(host.shape, dtype=host.dtype)
         except self._dpctl.memory.USMAllocationError as error:
@@ -203,13 +202,6 @@ class DpnpBackend(DeviceArrays):
 
     def host_copy(self, array: Any) -> np.ndarray:
         return array if isinstance(array, np.ndarray) else array.asnumpy()
-
-    # -- other libraries ----------------------------------------------------------------------------------------------
-
-    def converters(self, framework: str) -> tuple[Converter, Converter]:
-        """Return functions that convert through host memory, with copies: torch and JAX cannot read SYCL's memory."""
-        to_framework, from_framework = host_converters(framework)
-        return lambda array: to_framework(self.host_copy(array)), from_framework
 
     # -- state --------------------------------------------------------------------------------------------------------
 

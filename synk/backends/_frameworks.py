@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.tensors import array_of, has_torch_dtype, is_plain, tensor_of
+from synk._pure.tensors import array_of, dtype_of, has_torch_dtype, is_plain, tensor_of
+from synk._wire.messages import DEVICE_DTYPES
 
 Converter = Callable[[Any], Any]
 
@@ -26,6 +27,17 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
         If the library is not installed.
     """
     return _torch_converters() if framework == "torch" else _jax_converters()
+
+
+def computes_on_gpus(framework: str) -> bool:
+    """Whether ``framework`` can use CUDA here. One without CUDA, or too new for the driver, computes on the host."""
+    if framework == "torch":
+        import torch
+
+        return torch.cuda.is_available()
+    import jax
+
+    return bool(jax.default_backend() == "gpu")
 
 
 def on_host(obj: Any) -> Any:
@@ -114,9 +126,9 @@ def _torch_device_converters() -> tuple[Converter, Converter]:
         return torch.from_dlpack(array)
 
     def from_torch(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not is_plain(value):
             return value
-        if value.device.type == "cpu":
+        if not value.is_cuda or dtype_of(value) not in DEVICE_DTYPES:
             return from_host_tensor(value)
         value = value.detach().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:
@@ -137,7 +149,7 @@ def _jax_device_converters() -> tuple[Converter, Converter]:
         if not isinstance(value, jax.Array):
             return value
         is_host = all(device.platform == "cpu" for device in value.devices())
-        return np.asarray(value) if is_host else cupy.from_dlpack(value)
+        return np.asarray(value) if is_host or value.dtype.name not in DEVICE_DTYPES else cupy.from_dlpack(value)
 
     # XLA takes only compact arrays, and rows taken with a step are not compact.
     return lambda array: jax.dlpack.from_dlpack(cupy.asarray(array, order="C")), from_jax

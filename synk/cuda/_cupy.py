@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from synk._pure.arrays import address_of
+from synk._pure.dtypes import dtype_name
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
 from synk.backends._device_arrays import DeviceArrays
-from synk.backends._frameworks import Converter, device_converters
+from synk.backends._frameworks import Converter, computes_on_gpus, device_converters
 from synk.cuda._pinned import PinnedSegments
 
 
@@ -111,10 +112,10 @@ class CupyBackend(DeviceArrays):
         return self.xp.ndarray(shape, dtype, cuda.MemoryPointer(borrowed, 0))
 
     def has_dtype(self, array: np.ndarray) -> bool:
-        return array.dtype.name in DEVICE_DTYPES
+        return dtype_name(array.dtype) in DEVICE_DTYPES
 
     def from_host(self, host: np.ndarray) -> Any:
-        self.check_dtype(host)
+        host = self.checked(host)
         if not host.flags.c_contiguous:
             array = self._read_rows(host)
             if array is not None:
@@ -129,7 +130,7 @@ class CupyBackend(DeviceArrays):
         return array
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
-        self.check_dtype(host)
+        host = self.checked(host)
         array = self._read_rows(host, indices) if indices.size else None
         return self.from_host(host.take(indices, axis=0)) if array is None else array
 
@@ -269,16 +270,15 @@ class CupyBackend(DeviceArrays):
     # -- other libraries ----------------------------------------------------------------------------------------------
 
     def torch_device(self) -> str:
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if computes_on_gpus("torch") else "cpu"
 
     def converters(self, framework: str) -> tuple[Converter, Converter]:
+        if not computes_on_gpus(framework):
+            return super().converters(framework)
         if framework == "torch":
             import torch
 
-            if torch.cuda.is_available():  # a torch without CUDA computes on the host
-                self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
+            self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
         return device_converters(framework)
 
     @contextlib.contextmanager

@@ -87,7 +87,8 @@ def test_a_kernel_on_the_default_stream_is_done_before_its_array_is_copied(gpus:
 
 
 def test_a_torch_function(gpu: Any) -> None:
-    pytest.importorskip("torch")
+    """Also with a torch that has no CUDA, as here. It computes on the host."""
+    torch = pytest.importorskip("torch")
     rt = gpu.reused(2)
     x = np.arange(12.0).reshape(6, 2)
 
@@ -100,6 +101,18 @@ def test_a_torch_function(gpu: Any) -> None:
     total, same = rt.function(body, outputs=("sum", "gather"), framework="torch")(x)
     np.testing.assert_array_equal(total, x.sum(0))
     np.testing.assert_array_equal(same, x)
+
+    def others(x: Any) -> Any:
+        half = x.bfloat16()
+        total, row = synk.comm.all_reduce(half, "sum", out=half), synk.comm.scatter(x[:2].bfloat16(), 1)
+        return total, row, x.to_sparse(), x.to("meta"), x.to(torch.float8_e4m3fn)
+
+    ops = ("gather", "gather", None, None, "gather")
+    total, rows, sparse, meta, eighth = rt.function(others, outputs=ops, framework="torch")(x)
+    assert torch.equal(total, torch.tensor(x[:3] + x[3:]).bfloat16().repeat(2, 1))
+    assert torch.equal(rows, torch.tensor(x[3:5]).bfloat16())
+    assert torch.equal(sparse[1].to_dense(), torch.tensor(x[3:])) and meta[0].is_meta
+    assert torch.equal(eighth.float(), torch.tensor(x).to(torch.float8_e4m3fn).float())
 
 
 def test_calls_on_trial_leave_nothing_on_the_devices(gpu: Any) -> None:
