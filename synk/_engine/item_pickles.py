@@ -137,8 +137,8 @@ class ItemPickler:
         pickler.dump(item)
         if pickler.handles:
             raise TypeError(
-                f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "
-                "function refer to it instead"
+                f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Map a "
+                "function that refers to it, by synk.map or executor.map"
             )
         return file.getvalue(), pickler.used, pickler.named
 

@@ -58,7 +58,7 @@ def by_word(cls: type, reduced: Any, has_word: bool) -> Any:
     """Return how a class travels, from its completed recipe. With ``has_word``, the sender decides what it holds."""
     make, args, (table, slots), *_, setter = reduced
     owner = _HERE if has_word and cls not in _came else ""
-    return find_or_make, (make, args), (table, slots, owner, setter), None, None, fill_class
+    return find_or_make, (make, args), (table, slots, owner, cls.__bases__, setter), None, None, fill_class
 
 
 def _attributes_of_members(cls: enum.EnumMeta) -> Iterator[tuple[str, str, Any]]:
@@ -144,26 +144,27 @@ def make_instance(cls: Any) -> Any:
     return next(base for base in cls.__mro__ if base not in _came and "__new__" in vars(base)).__new__(cls)
 
 
-def fill_class(cls: type, state: tuple[Any, Any, str, Any]) -> None:
+def fill_class(cls: type, state: tuple[Any, Any, str, tuple[type, ...], Any]) -> None:
     """Give a class exactly what the process that made it has sent.
 
     What that process sent before and has removed since is removed here. What this process has added itself stays.
     """
-    table, slots, owner, setter = state
+    table, slots, owner, bases, setter = state
     before = _came.get(cls, _MISSING)
     if owner == _HERE and before is not None:
         _returned.add(cls)
         return
     if not owner and before is not None:
         return
-    for name in set() if before in (None, _MISSING) else before.difference(table):
-        with contextlib.suppress(AttributeError):
-            type.__delattr__(cls, name)
+    for name in () if before in (None, _MISSING) else before.difference(table).intersection(vars(cls)):
+        type.__delattr__(cls, name)
     _came[cls] = set(table)
     for member, name, value in slots.pop(_MEMBERS, ()):
         object.__setattr__(cls.__members__[member], name, value)  # type: ignore[attr-defined]
     with _without(_hooks(type(cls))):
         setter(cls, (table, slots))
+    if cls.__bases__ != bases:  # of a class that this process had
+        type.__setattr__(cls, "__bases__", bases)
 
 
 def is_at_home(cls: type) -> bool:

@@ -84,6 +84,9 @@ def test_what_brings_a_class_again_does_not_make_a_function_stale_that_captured_
             assert bring(rt, s) == captured(X).tolist() == [4, 4]
             s.Model.rate = lambda self: 7
             assert bring(rt, s) == captured(X).tolist() == [7, 7]
+            del s.Model.rate
+            s.Model.__bases__ = (type("Base", (), {"__module__": "__main__", "rate": lambda self: 8}),)
+            assert bring(rt, s) == captured(X).tolist() == [8, 8]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
