@@ -138,7 +138,7 @@ class ItemPickler:
         if pickler.handles:
             raise TypeError(
                 f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Map a "
-                "function that refers to it, by synk.map or executor.map"
+                "function that refers to it"
             )
         return file.getvalue(), pickler.used, pickler.named
 

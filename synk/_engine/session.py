@@ -159,7 +159,9 @@ class Session(Engine):
         if self.processes.is_closed or self.is_closing:
             if self.is_exiting and threading.current_thread().daemon:
                 raise SystemExit  # silently, as if it had begun its call before the program was over
-            raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
+            raise ClosedError(
+                f"cannot {verb}: its runtime is closed. Make it again on one that is open."
+            ) from self.cause
 
     def counted(self) -> dict[str, int]:
         """Return the counters as a user sees them: their bytes include those of the messages that have no body."""

@@ -26,7 +26,7 @@ OTHERS = {
     "the other side closed its end": "inside: a death is told by the process's own descriptor",
     "more than {} bytes": "inside: an exception that is too large to travel",
     "failpoint {}": "what tests have a worker raise",
-    "got {}, expected objects that each worker gets a copy of. Have the function refer to it instead": (
+    "got {}, expected objects that each worker gets a copy of. Map a function that refers to it": (
         "a part of the text that names the item"
     ),
     "the dataclass {} cannot be built from its fields ({})": "a part of the text that names the argument",
