@@ -11,6 +11,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
 import numbers
 import os
@@ -163,7 +164,15 @@ class Executor(concurrent.futures.Executor):
         items, is_spread = items_of(name, iterables)
         rules = self._rules._replace(batch_size=chunksize if chunksize > 1 else None)
         session = self._runtime._session
-        job = job_of(session, fn, iter(list(items)), rules, name=name, is_spread=is_spread, num_ranks=self._num_workers)
+        job = job_of(
+            session,
+            fn,
+            iter(list(itertools.chain(items))),
+            rules,
+            name=name,
+            is_spread=is_spread,
+            num_ranks=self._num_workers,
+        )
         made = _Map(job, timeout, self._driver.ring)
         self._driver.add(made)
         return Results.of(made.runs(), "synk.Executor.map", name)
@@ -187,6 +196,22 @@ class Executor(concurrent.futures.Executor):
 
 
 _open: weakref.WeakSet[Executor] = weakref.WeakSet()
+_futures: weakref.WeakSet[concurrent.futures.Future[Any]] = weakref.WeakSet()
+
+
+def _fail_in_child() -> None:
+    """End the futures in a forked copy of the program, where no thread ends them, without calling their callbacks."""
+    for future in list(_futures):
+        if not future.done():
+            concurrent.futures.Future.__init__(future)
+            error = ReentrancyError(
+                "cannot wait for a task of an executor: this process is a forked copy of the program, and the workers "
+                "belong to the original. Wait for it there."
+            )
+            future.set_exception(error)
+
+
+os.register_at_fork(after_in_child=_fail_in_child)
 
 
 @atexit.register
@@ -224,6 +249,7 @@ class _Driver:
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        _futures.add(future)
         self._accept(lambda: self._waiting.append((future, task)))
         return future
 
@@ -429,6 +455,7 @@ class _Map:
             self._ring()
 
     def _next(self) -> list[Any] | None:
+        self._job.session.check_process(f"take results of {self._job.name!r}")
         try:
             found = self._arrived.get(timeout=None if self._until is None else max(self._until - time.monotonic(), 0))
         except queue.Empty:

@@ -154,6 +154,22 @@ def test_waiting_and_cancelling(executor: synk.Executor, gate: Gate) -> None:
     assert set(concurrent.futures.as_completed([slow, *busy])) == {slow, *busy}
 
 
+def test_nothing_in_a_forked_child_waits_for_ever(executor: synk.Executor, gate: Gate) -> None:
+    results, future, called = executor.map(gate.wait, range(3)), executor.submit(gate.wait), []
+    future.add_done_callback(called.append)
+
+    def in_child() -> None:
+        for wait in (future.result, lambda: next(results), lambda: executor.submit(pow, 2, 3)):
+            with pytest.raises(synk.errors.ReentrancyError):
+                wait()
+        assert concurrent.futures.wait([future]).done == {future} and not called
+
+    with harness.Child(in_child):
+        pass
+    gate.open()
+    assert list(results) == [None] * 3 and future.result(60) is None
+
+
 def test_callbacks(executor: synk.Executor, caplog: pytest.LogCaptureFixture) -> None:
     """They run where no operation is running: one may submit and call."""
     total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
