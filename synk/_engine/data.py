@@ -113,11 +113,16 @@ class Data(ArrayLike):
     def _label(self) -> str:
         return f"Data {self.name!r}" if self.name else "Data"
 
+    def _check_open(self) -> None:
+        """Raise ClosedError if the runtime is closed. A forked child reads and writes the memory without workers."""
+        if self._session.is_own_process or self._session.is_closing:
+            self._session.check_open(f"use {self._label}")
+
     @property
     @outlined
     def data(self) -> np.ndarray:
         """A view of the shared memory, with shape ``shape``."""
-        self._session.check_open(f"use {self._label}")
+        self._check_open()
         return self._await_readers().array
 
     @property
@@ -125,7 +130,7 @@ class Data(ArrayLike):
         return self._ndim
 
     def _operand(self) -> np.ndarray:
-        self._session.check_open(f"use {self._label}")
+        self._check_open()
         return self._contents.array
 
     @property
@@ -192,8 +197,8 @@ class Data(ArrayLike):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle {self._label}: it lives in shared memory. Pass it as an argument of the function, or close "
-            "over its .data[...] copy."
+            f"cannot pickle {self._label}: it lives in shared memory. Use its .data, which is copied, or pass it as a "
+            "separate argument to a synk function, which reads it in place."
         )
 
     # -- writing ------------------------------------------------------------------------------------------------------

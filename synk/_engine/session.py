@@ -313,7 +313,7 @@ class Session(Engine):
 
     def await_readers(self, segment: Segment) -> None:
         """Wait for the calls that read a segment, because it is about to change."""
-        if not self.flight or not self.is_read(segment) or self.is_mine():
+        if not (self.flight and self.is_own_process and self.is_read(segment)) or self.is_mine():
             return
         with holding(), self.entered("change Data"):
             self.settle_torn()

@@ -158,16 +158,22 @@ def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(
 
 
 def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
-    data = reused(1).data(np.zeros(10))
+    rt = reused(1)
+    data = rt.data(np.zeros(10))
     view = data.data
+    data[:] = 1
+    called = rt.function(lambda x: x.sum(), outputs="sum").submit(data)
 
     def in_child() -> None:
-        assert (view == 1).all()
-        view[:] = 2
+        assert (view == 1).all() and data[3] == 1 and (np.asarray(data) == 1).all() and (data + 1).sum() == 20
+        data[:5] += 1
+        view[5:] = 2
+        with pytest.raises(synk.errors.ReentrancyError):
+            data.set_length(20)
 
     with Child(in_child):
-        data[:] = 1
-    assert (data.data == 2).all()
+        pass
+    assert called.result() in (10, 15, 20) and (data.data == 2).all()
 
 
 # ----- children that a function forks
