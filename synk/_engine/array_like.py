@@ -39,6 +39,7 @@ class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **kw: Any) -> Any:
         arrays = [_operand_of(value) for value in inputs]
+        kw = {name: _operand_of(value) for name, value in kw.items()}  # where= may be one
         if method == "at":  # this ufunc method writes into its first operand
             arrays[0] = _target_of(inputs[0])
         if out:

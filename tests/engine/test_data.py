@@ -147,6 +147,7 @@ def test_functions_and_methods_give_what_the_array_gives(subtests: pytest.Subtes
             expected = outcome(act, a, b)
             for first, second in [(data(a), b), (data(a), data(b)), (a, data(b))]:
                 assert_alike(outcome(act, first, second), expected)
+    assert np.sum(data(a), where=data(a > 5)) == np.add(a, 0, where=data(a > 5), out=np.zeros((3, 3))).sum() == 31
 
 
 def test_whatever_is_told_to_write_into_data_does(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
