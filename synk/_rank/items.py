@@ -163,6 +163,15 @@ def _check(rank: Any, name: str) -> None:
         )
 
 
+class _ResultPickler(HostPickler):
+    """Pickles a result, whose arrays are the program's own: it may write to them, as to those of any other call."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (np.ndarray, np.memmap) and not obj.flags.writeable:  # a large item, or a view of one
+            return obj.copy("K").__reduce_ex__(5)
+        return super().reducer_override(obj)
+
+
 class _Results:
     """The results of some items, pickled.
 
@@ -192,7 +201,7 @@ class _Results:
         self.flush()
         began, before = self.stream.tell(), len(self.segments)
         try:
-            HostPickler(self.stream, protocol=5, buffer_callback=self._take).dump(result)
+            _ResultPickler(self.stream, protocol=5, buffer_callback=self._take).dump(result)
         except BaseException as error:  # __reduce__ of a result is the user's code
             self.stream.seek(began)
             self.stream.truncate()

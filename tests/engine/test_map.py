@@ -134,6 +134,37 @@ def test_a_map_gives_what_the_builtin_gives(subtests: pytest.Subtests, shared_ru
                 assert sorted(map(repr, got)) == sorted(map(repr, expected))
 
 
+class Unsure:
+    """An iterator that cannot say how long it is."""
+
+    def __init__(self) -> None:
+        self.left = [3, 2, 1]
+
+    def __iter__(self) -> Unsure:
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+    def __len__(self) -> int:
+        raise ValueError("unknown")
+
+
+def test_the_length_of_an_iterable_is_only_a_hint(rt: Any) -> None:
+    assert list(rt.map(square, Unsure())) == list(synk.Executor(runtime=rt).map(square, Unsure())) == [1, 4, 9]
+
+
+def test_results_are_the_programs_own(rt: Any) -> None:
+    """Also where the function gives back its item, or a part of it."""
+    for size, act in itertools.product((10, 1 << 17), (np.asarray, lambda x: x[2:], lambda x: {"x": x[::2]})):
+        (result,) = rt.map(act, [np.zeros(size)])
+        array = result["x"] if isinstance(result, dict) else result
+        array += 1
+        assert len(array) >= size // 2 and (array == 1).all()
+
+
 def test_several_iterables_are_taken_together(rt: Any) -> None:
     def both(a: Any, b: Any = None) -> Any:
         return a, b
@@ -221,11 +252,18 @@ def test_an_array_that_items_change_while_they_are_taken(rt: Any, size: int) -> 
 
 @with_two_workers
 def test_a_loop_that_is_left_and_another_call(reused: Any, kind: Any, gate: Gate) -> None:
-    """What is left running is ended, and not waited for."""
-    rt = reused(kind)
+    """What is left running is ended, and not waited for. A generator of items is closed at once."""
+    rt, closed = reused(kind), []
+
+    def items() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            closed.append(True)
+
     with same_workers(rt):
         for end in ("break", "close", "del"):
-            results = rt.map(stay_from(2, gate) if end == "del" else abs, itertools.count(), batch_size=1)
+            results = rt.map(stay_from(2, gate) if end == "del" else abs, items(), batch_size=1)
             for n in results:
                 if n == 1:
                     break
@@ -233,6 +271,8 @@ def test_a_loop_that_is_left_and_another_call(reused: Any, kind: Any, gate: Gate
                 results.close()
                 assert list(results) == []
             del results
+            assert closed == [True]
+            closed.clear()
             assert_right(rt)
             assert not gate.has(8)
 
