@@ -6,7 +6,6 @@ In one file because it is one class: everything that can be done with a function
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
@@ -19,6 +18,7 @@ from synk._api.serial import call_serially
 from synk._code.handles import FunctionHandle
 from synk._engine.callee import Callee
 from synk._engine.function import PLAIN, run, submit
+from synk._engine.jobs import length_of
 from synk._engine.pending import PendingCall
 from synk._engine.session import Session
 from synk._engine.signature import OPTION_NAMES
@@ -452,7 +452,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             )
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
-            results = with_progress(results, progress_bar(self.__name__, operator.length_hint(batches)))
+            results = with_progress(results, progress_bar(self.__name__, length_of(batches)))
         return Results.of(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from synk._api.replay import recorded_items, replay_folder
 from synk._code.handles import FunctionHandle
 from synk._engine.callee import Callee
 from synk._engine.chunks import PoolStats, Rules
-from synk._engine.jobs import MapJob, is_failure
+from synk._engine.jobs import MapJob, is_failure, length_of
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
@@ -68,7 +67,7 @@ def map_items(
         job = job_of(session, fn, items, rules, name=name, is_spread=is_spread, stats=stats)
         runs = (values for _, values in job.runs())
     if progress:
-        length = min(filter(None, map(operator.length_hint, iterables)), default=0)
+        length = min(filter(None, map(length_of, iterables)), default=0)
         bar = progress_bar(name, length)
         runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), bar, stats))
     return Results.of(runs, "synk.map", name)

@@ -49,6 +49,15 @@ Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
 
 
+def length_of(items: Iterable[Any]) -> int:
+    """Return how many items there will be; 0 if that is unknown, also because the user's code cannot say."""
+    try:
+        return operator.length_hint(items)
+    except Exception as error:
+        raise_if_of_handler(error)
+        return 0
+
+
 def is_failure(outcome: Any) -> bool:
     """Whether an outcome stands for an item that has failed.
 
@@ -261,7 +270,7 @@ class MapJob(Job):
     ) -> None:
         super().__init__(session, function, rules, **options)
         self._items, self._numbers, self._is_quiet = items, numbers, type(items) in _QUIET
-        self._position, self._length = 0, operator.length_hint(items)
+        self._position, self._length = 0, length_of(items)
         self._is_at_end = False
         self._error: Exception | None = None  # what comes after the results
         self._most = self.num_ranks * (1 if session.is_inline else _PER_RANK)
@@ -279,6 +288,7 @@ class MapJob(Job):
                     yield from self.runs_of(done.pop())
         finally:  # also if the caller drops this iterator, in any thread: the next operation ends the chunks in flight
             self.is_abandoned = True
+            self._items = iter(())  # a generator is closed now: chunks in flight hold this job
             done = self._error = None  # its traceback holds this frame
 
     def next_done(self, *, is_waiting: bool) -> list[Chunk] | None:
