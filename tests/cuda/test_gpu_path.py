@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,7 +303,10 @@ def test_a_program_that_holds_device_memory_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (index + 1) << 20)
-    with pytest.warns(RuntimeWarning, match=r"this program itself holds 3 MiB of device memory") as caught:
+    pool = SimpleNamespace(total_bytes=lambda: 4 << 20)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    monkeypatch.setattr("synk.cuda._placement.uses_cuda", lambda: True)
+    with pytest.warns(RuntimeWarning, match=r"this program itself holds 7 MiB of device memory") as caught:
         synk.Runtime(1).close()
     assert [each.filename for each in caught] == [__file__]
 
