@@ -41,6 +41,9 @@ UNKNOWN: Any = object()
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 _NOT_SENT = frozenset(("__dict__", "__weakref__", "_abc_impl", "__firstlineno__", "__static_attributes__"))
 
+_MADE_BY_ENUM = frozenset(name for name in vars(enum.Flag("Made", ())) if not name.startswith("__"))
+"""What an enum keeps about its members, which it makes with them."""
+
 
 class Change(NamedTuple):
     """One unit that differs from what the ranks were told.
@@ -383,8 +386,9 @@ def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:
 
 
 def class_table(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class that are sent with it."""
-    return {name: value for name, value in vars(cls).items() if name not in _NOT_SENT}
+    """Return the attributes of a class that are sent with it. An enum's members are there once it is made."""
+    left_out = _MADE_BY_ENUM.union(cls.__members__) if isinstance(cls, enum.EnumMeta) else _NOT_SENT
+    return {name: value for name, value in vars(cls).items() if name not in left_out and name not in _NOT_SENT}
 
 
 def table_of(obj: Any) -> dict[str, Any] | None:
