@@ -152,6 +152,12 @@ class Callee:
 
     # -- what it captured ---------------------------------------------------------------------------------------------
 
+    def lacks(self, cls: type) -> bool:
+        """Whether a class is one of the program's that does not count as captured yet."""
+        if cls not in self._met and not is_of_program(cls):
+            self._met.add(cls)
+        return cls not in self._met
+
     def meet_classes(self, classes: Iterable[type]) -> None:
         """Let the program's classes among these count as captured."""
         new = [cls for cls in classes if cls not in self._met]

@@ -116,6 +116,8 @@ class Chunk(Owed):
     is_sent, is_done : bool
     is_blind : bool
         Whether it was sent before it was known that its rank has not taken in what came with the chunk before it.
+    num_begun : int
+        That of the job when the items were pickled.
     outcomes : list of (sequence of int, Pickled or Exception)
         Results and errors, with the numbers of their items.
     error : Exception or None
@@ -141,6 +143,7 @@ class Chunk(Owed):
         super().__init__((), "", None)
         self.job, self.numbers, self.items, self.tag = job, numbers, items, tag
         self.is_sent = self.is_done = self.is_blind = False
+        self.num_begun: int = job.num_begun
         self.outcomes: list[tuple[Sequence[int], Any]] = []
         self.error: Exception | None = None
         self.due: list[float] = []
@@ -154,7 +157,9 @@ class Chunk(Owed):
 
     def part(self, low: int, high: int) -> Chunk:
         """Return some of its items as a chunk that waits."""
-        return Chunk(self.job, self.numbers[low:high], self.items[low:high], self.tag)
+        part = Chunk(self.job, self.numbers[low:high], self.items[low:high], self.tag)
+        part.num_begun = self.num_begun
+        return part
 
     def named(self, index: int | None = None) -> str:
         """Return its items, or one of them, in words."""
@@ -189,7 +194,7 @@ class Chunk(Owed):
         if job.has_packed:
             self.nbytes += sum(item.new_nbytes for item in self.items if type(item) is Packed)
         most_ns = AIM_NS if job.rules.batch_size is None else 0
-        how = job.rules.returns_errors, most_ns, job.is_timed
+        how = job.rules.returns_errors, most_ns, job.is_timed, self.num_begun == job.num_begun
         return ItemsOrder(job.function.id, job.number, self.numbers, *how, parts, wire.apart(stream))
 
     def segments(self) -> list[Segment]:

@@ -11,7 +11,7 @@ import io
 import itertools
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ import numpy as np
 from synk._code.handles import HandlePickler
 from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
+from synk._wire.classes import by_word
 from synk._wire.file_maps import recipe_of_map
-from synk._wire.items import array_in_pickle, array_in_segment
+from synk._wire.items import array_in_pickle, array_in_segment, fill_class_of_item
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
@@ -109,6 +110,8 @@ class ItemPickler:
     ----------
     copies : ArrayCopies or None
         None where no memory is shared: large arrays lie in the pickle then.
+    lacks : callable
+        Whether no parcel brings what a class holds, so that the items must: one may be sent while no parcel can be.
 
     Attributes
     ----------
@@ -116,8 +119,8 @@ class ItemPickler:
         By ``id()``, arrays whose copies are known to hold what the arrays do. To be cleared when code of the user runs.
     """
 
-    def __init__(self, copies: ArrayCopies | None) -> None:
-        self._copies = copies
+    def __init__(self, copies: ArrayCopies | None, lacks: Callable[[type], bool]) -> None:
+        self._copies, self._lacks = copies, lacks
         self.current: dict[int, tuple[np.ndarray, ArrayCopy]] = {}
 
     def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], list[type]]:
@@ -133,7 +136,7 @@ class ItemPickler:
         if type(item) in PLAIN_TYPES:
             return pickle.dumps(item, protocol=5), [], []
         file = io.BytesIO()
-        pickler = _Pickler(file, self._copies, self.current)
+        pickler = _Pickler(file, self._copies, self.current, self._lacks)
         pickler.dump(item)
         if pickler.handles:
             raise TypeError(
@@ -144,11 +147,15 @@ class ItemPickler:
 
 
 class _Pickler(HandlePickler):
-    has_word = True  # an item may come while others are in flight, when no parcel can be sent
-
-    def __init__(self, file: Any, copies: ArrayCopies | None, current: dict[int, tuple[np.ndarray, ArrayCopy]]) -> None:
+    def __init__(
+        self,
+        file: Any,
+        copies: ArrayCopies | None,
+        current: dict[int, tuple[np.ndarray, ArrayCopy]],
+        lacks: Callable[[type], bool],
+    ) -> None:
         super().__init__(file)
-        self._copies, self._current = copies, current
+        self._copies, self._current, self._lacks = copies, current, lacks
         self.used: list[ArrayCopy] = []
 
     def reducer_override(self, obj: Any) -> Any:
@@ -170,6 +177,9 @@ class _Pickler(HandlePickler):
         elif type(obj).__module__.partition(".")[0] not in ("builtins", "numpy"):
             self._current.clear()  # the methods by which an object is pickled may change arrays
         return super().reducer_override(obj)
+
+    def class_recipe(self, cls: type, recipe: Any) -> Any:
+        return *by_word(cls, recipe, self._lacks(cls))[:-1], fill_class_of_item
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

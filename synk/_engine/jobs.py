@@ -12,6 +12,7 @@ import operator
 import pickle
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -88,17 +89,23 @@ class Job:
     size : int or None
         Chunks get no more items than this: what ``batch_size`` says, or as many as take ``AIM_NS``. None before the
         first answer.
+    new_classes : set of type
+        The program's classes that items name and that were not brought with the function's captured objects.
+    awaits_classes : bool
+        Whether an item of a new class waits for those in flight. A task does not, because they may wait for it.
     has_packed : bool
         Whether any of its items was ``Packed``.
     are_short : bool
         Whether a chunk may wait behind another; unknown before the first answer.
+    num_begun : int
+        How often the classes that its items name were brought with the function.
     num_deaths : int
         Workers that died since an item succeeded.
     is_abandoned : bool
         Whether the results are no longer wanted. A finalizer may set it.
     """
 
-    are_named = True
+    are_named = awaits_classes = True
 
     def __init__(
         self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0, stats: PoolStats | None = None
@@ -115,10 +122,10 @@ class Job:
         self.num_ranks = num_ranks or session.world_size
         self.stats, self.is_timed = stats or PoolStats(), stats is not None
         self.chunks: list[Chunk] = []
-        self.num_deaths = 0
+        self.num_begun = self.num_deaths = 0
         self.is_abandoned = self.are_short = self.has_packed = False
-        self._pickler = ItemPickler(self.pool.copies if session.has_shared_memory else None)
-        self._classes: list[type] = []
+        self._pickler = ItemPickler(self.pool.copies if session.has_shared_memory else None, function.lacks)
+        self.new_classes: weakref.WeakSet[type] = weakref.WeakSet()
         self.size = rules.batch_size
 
     def check(self) -> None:
@@ -137,11 +144,6 @@ class Job:
     def wants_more(self) -> bool:
         """Whether it has more to send, now or later."""
         return waiting(self.chunks) is not None
-
-    def new_classes(self) -> list[type]:
-        """Return the classes that items have named since this was asked last."""
-        named, self._classes = self._classes, []
-        return named
 
     def replace(self, chunk: Chunk, parts: Iterable[Chunk]) -> None:
         """Put others in the place of a chunk: its items are done again, or its outcome is theirs."""
@@ -195,7 +197,7 @@ class Job:
         if type(item) in PLAIN_TYPES or (type(item) is tuple and PLAIN_TYPES.issuperset(map(type, item))):
             return item
         data, copies, classes = self._pickler.dumps(item)
-        self._classes += classes
+        self.new_classes.update(filter(self.function.lacks, classes))
         self.has_packed = True
         return Packed(data, copies, sum(copy.take_new() for copy in copies))
 

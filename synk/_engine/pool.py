@@ -164,6 +164,8 @@ class Pool:
         engine, function = self._engine, job.function
         if not self.is_open or function.session is not job.session or function.is_stale or function.capture is None:
             return True
+        if job.new_classes and (job.awaits_classes or not self._chunks()):
+            return True
         new = [worker for worker in engine.by_rank if self._is_up(worker.rank)]
         if engine.functions.on_restart is not None and not all(worker.is_prepared for worker in new):
             return True
@@ -177,7 +179,9 @@ class Pool:
         session.begin(job.verb, deadline)
         session.prepare_restarted(deadline)
         function.renew()
-        function.meet_classes(job.new_classes())
+        function.meet_classes(job.new_classes)
+        job.new_classes.clear()
+        job.num_begun += 1
         function.load(session, deadline)
         if session.functions.unsettled:
             session.load(repr(function.name), deadline)
@@ -188,7 +192,7 @@ class Pool:
 
     def _send(self, chunk: Chunk, rank: int) -> None:
         engine, job = self._engine, chunk.job
-        engine.functions.book.note_brought(job.new_classes())
+        engine.functions.book.note_brought(job.new_classes)
         needs = [*job.function.variables, *job.function.residents, *chunk.segments()]
         news = Once(engine, "items", tuple(chunk.order()), needs)
         is_behind = any(each.rank == rank for each in self._chunks())

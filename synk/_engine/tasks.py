@@ -59,7 +59,7 @@ class Tasks(Job):
     There is no thread. A caller that waits for one task drives the others, and runs the callbacks of those that end.
     """
 
-    are_named = False
+    are_named = awaits_classes = False
     wants_more = True  # its user may submit another one at any time
 
     def __init__(self, session: Any, num_ranks: int, rules: Rules) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from synk._wire.cell import cell
+from synk._wire.classes import fill_class
 
 
 def call(task: Any) -> Any:
@@ -18,6 +19,12 @@ def call(task: Any) -> Any:
 def call_with(fn: Any, items: tuple[Any, ...]) -> Any:
     """Call a function with one item of each mapped iterable."""
     return fn(*items)
+
+
+def fill_class_of_item(cls: type, state: tuple[Any, ...]) -> None:
+    """Give a class what an item has brought, unless a parcel has brought the class since the item was pickled."""
+    table, slots, owner, *rest = state
+    fill_class(cls, (table, slots, owner if cell.worker.items.order.has_word else "", *rest))
 
 
 def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:

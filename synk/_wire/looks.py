@@ -135,6 +135,8 @@ class ItemsOrder(NamedTuple):
         No item is begun so long after the first one; 0 if all of them are to be run.
     is_timed : bool
         Whether to tell which item took longest.
+    has_word : bool
+        Whether items may say what their classes hold. Otherwise parcels have brought that since they were pickled.
     parts : list of (count, nbytes)
         Pickles in ``stream``: a list of so many items or, with a count of 0, one item.
     stream : bytes or ndarray of uint8
@@ -146,5 +148,6 @@ class ItemsOrder(NamedTuple):
     goes_on: bool
     most_ns: int
     is_timed: bool
+    has_word: bool
     parts: list[tuple[int, int]]
     stream: Any

@@ -5,13 +5,17 @@ The expected values come from the same classes in this process.
 
 from __future__ import annotations
 
+import enum
 import itertools
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+import synk
 
 X = np.ones(2)
 WORKERS = (2, 0)
@@ -123,3 +127,49 @@ def test_a_class_that_was_an_argument_before_many_others(shared_runtimes: Any) -
     assert f(X, others).tolist() == [5.0, 5.0]
     s.settings["rate"] = 2
     assert f(X, [s.Model()]).tolist() == [2.0, 2.0]
+
+
+def test_what_a_function_has_changed_in_the_class_of_its_items_stays(subtests: Any, shared_runtimes: Any) -> None:
+    for where, num_others in itertools.product((1, 0), (0, 3)):
+        with subtests.test(workers=where, others=num_others):
+            seen: Any = type("Seen", (), {"__module__": "__main__", "count": 0, "log": []})
+
+            def note(item: Any) -> Any:
+                cls = type(item)
+                if item is not None:
+                    cls.count += 1
+                    cls.log.append(item)
+                return item and (cls.count, len(cls.log))
+
+            rt, items = shared_runtimes[where], [None] * num_others + [seen() for _ in range(3)]
+            captured = rt.function(lambda x: seen.count, outputs="first")  # noqa: B023
+            assert captured(X) == 0
+            assert [*rt.map(note, items, batch_size=1)][num_others:] == [(1, 1), (2, 2), (3, 3)]
+            assert captured(X) == 3
+            with synk.Executor(runtime=rt) as executor:
+                assert [executor.submit(note, seen()).result() for _ in range(2)] == [(4, 4), (5, 5)]
+            seen.count = 10
+            assert [*rt.map(note, items, batch_size=1)][num_others:] == [(11, 6), (12, 7), (13, 8)]
+            assert captured(X) == 13
+
+
+def test_an_enum_keeps_its_members(subtests: Any, shared_runtimes: Any) -> None:
+    """A function has captured it, items name it, and the function is called again."""
+
+    class Plain(enum.Enum):
+        A = 1.5
+
+    class Flags(enum.Flag):
+        A, B = 1, 2
+
+    class Number(float, enum.Enum):
+        A = 1.5
+
+    rt = shared_runtimes[2]
+    for kind in (Plain, Flags, Number):
+        with subtests.test(kind=kind.__name__), synk.Executor(runtime=rt) as executor:
+            captured = rt.function(lambda x: kind.A.value, outputs="first")  # noqa: B023
+            for _ in range(2):
+                assert captured(X) == kind.A.value
+                assert [*rt.map(lambda item: item.value, [kind.A] * 3, batch_size=1)] == [kind.A.value] * 3
+                assert executor.submit(operator.attrgetter("value"), kind.A).result() == kind.A.value
