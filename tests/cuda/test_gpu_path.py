@@ -304,7 +304,7 @@ def test_a_program_that_holds_device_memory_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (index + 1) << 20)
     pool = SimpleNamespace(total_bytes=lambda: 4 << 20)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool, __spec__=1))
     monkeypatch.setattr("synk.cuda._placement.uses_cuda", lambda: True)
     with pytest.warns(RuntimeWarning, match=r"this program itself holds 7 MiB of device memory") as caught:
         synk.Runtime(1).close()
