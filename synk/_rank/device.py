@@ -329,7 +329,7 @@ class DeviceRank(Rank):
 
     def _say(self, plan: int) -> None:
         if plan == wire.SYNC:  # no call is in flight any more
-            self.ahead = None
+            self._drop_ahead()
             for lane in self.lanes:
                 lane.kept = {}
         super()._say(plan)
@@ -369,13 +369,19 @@ class DeviceRank(Rank):
 
     def take_ahead(self, number: int) -> dict[int, Any]:
         """Return the arrays that were brought ahead, if they are for the call that begins now. Forget them anyway."""
-        ahead, self.ahead, self.num_ahead = self.ahead, None, 0
+        self.num_ahead, ahead = 0, self._drop_ahead()
         if ahead is None or ahead.number != number:
             return {}
-        self.backend.join(ahead.event)
         self.num_ahead = len(ahead.arrays)
         self.look_ahead(is_hurried=True)
         return ahead.arrays
+
+    def _drop_ahead(self) -> Ahead | None:
+        """Forget the arrays that were brought ahead. Later work waits for their copies, and may use their memory."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            self.backend.join(ahead.event)
+        return ahead
 
     # -- the group ----------------------------------------------------------------------------------------------------
 

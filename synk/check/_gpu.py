@@ -94,7 +94,7 @@ def bandwidth() -> Found:
         rates: dict[str, float] = json.loads(rt.function(_rates, outputs=None)(np.ones(1))[0])
         data = rt.data(np.ones(int(rates["nbytes"]), np.uint8))
         f = rt.function(lambda x: x[:1], outputs="gather")
-        times = [seconds_of(lambda: f(data)) for _ in range(5)]  # the memory is registered beside the first ones
+        times = [seconds_of(lambda: f(data)) for _ in range(5)]  # the first one registers the memory
         none = min(seconds_of(lambda: f(data, batch=1)) for _ in range(3))
     rows = rates["nbytes"] / max(min(times) - none, 1e-6) / 1e9
     figures = (

@@ -149,7 +149,7 @@ class NcclCollectives(Collectives):
         return value.result
 
     def is_there(self, value: Any) -> bool:
-        return type(value) is not Beside or bool(value.event.done)
+        return type(value) is not Beside or self._device.is_done(value.event)
 
     def join_communication(self) -> None:
         self._device.join_communication()

@@ -28,6 +28,8 @@ from synk.backends._device_arrays import DeviceArrays
 from synk.backends._frameworks import Converter, computes_on_gpus, device_converters
 from synk.cuda._pinned import PinnedSegments
 
+_NOT_READY = 600  # cudaErrorNotReady
+
 
 class _Borrowed:
     """Owns a block of device memory for an array. It passes the block to ``returned`` when the array is gone."""
@@ -79,12 +81,14 @@ class CupyBackend(DeviceArrays):
         # Host arrays that copies may still read. If a device reads pageable memory itself (Grace Hopper), a copy may
         # still run when memcpyAsync has returned.
         self._sources: list[np.ndarray] = []
+        self._ahead: tuple[Any, list[np.ndarray]] = None, []  # the event behind copies of the second stream, and theirs
         self._segments = PinnedSegments(runtime)
         self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
         self._has_begun = False
         self._entered = threading.local()
         self._ordinal = ordinal
         self._torch_stream: Any = None
+        self._contexts = contextlib.ExitStack()  # of the call that runs
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -174,16 +178,25 @@ class CupyBackend(DeviceArrays):
     @contextlib.contextmanager
     def beside(self) -> Iterator[Any]:
         event = self.xp.cuda.Event(disable_timing=True)
-        self._input_stream = self._copy_stream
+        self._input_stream, sources, has_failed = self._copy_stream, self._sources, True
+        self._sources = []
         try:
             with self._copy_stream:
                 yield event
+            has_failed = False
         finally:
-            self._input_stream = self.stream
+            # Views of segments stay valid. They are not kept, because references to inputs are counted.
+            self._ahead = event, [each for each in self._sources if each.flags.owndata]
+            self._input_stream, self._sources = self.stream, sources
             event.record(self._copy_stream)
+            if has_failed:  # nobody else will wait for what has begun
+                self.join(event)
 
     def join(self, event: Any) -> None:
         self.stream.wait_event(event)
+        if event is self._ahead[0]:  # from here on, ``synchronize`` waits for these copies, too
+            self._sources += self._ahead[1]
+            self._ahead = None, []
 
     # -- communication beside a function ------------------------------------------------------------------------------
 
@@ -199,6 +212,13 @@ class CupyBackend(DeviceArrays):
         event = self.xp.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
+
+    def is_done(self, event: Any) -> bool:
+        """Whether the device has come to an event. ``event.done`` would be False for ever if the device has failed."""
+        status = self._runtime.eventQuery(event.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
     def communicate(self, after: Any, launch: Callable[[int], Any]) -> Any:
         stream = self._communication_stream
@@ -279,17 +299,19 @@ class CupyBackend(DeviceArrays):
             import torch
 
             self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
+            self._enter_torch()  # the call that has brought the function is running already
         return device_converters(framework)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         self._entered.is_here = True
-        with self._cuda_device, self.stream:
-            if self._torch_stream is None:
-                yield
-            else:
-                with sys.modules["torch"].cuda.stream(self._torch_stream):
-                    yield
+        with self._cuda_device, self.stream, contextlib.ExitStack() as self._contexts:
+            self._enter_torch()
+            yield
+
+    def _enter_torch(self) -> None:
+        if self._torch_stream is not None:
+            self._contexts.enter_context(sys.modules["torch"].cuda.stream(self._torch_stream))
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -301,11 +323,11 @@ class CupyBackend(DeviceArrays):
 
     def explain(self, error: BaseException, what: str) -> BaseException:
         """Return the error to report. Out of device memory becomes a MemoryError that says what to do."""
-        torch = sys.modules.get("torch")
-        kinds: tuple[type[BaseException], ...] = (self.xp.cuda.memory.OutOfMemoryError,)
-        if torch is not None:
-            kinds = (*kinds, torch.cuda.OutOfMemoryError)
-        if not isinstance(error, kinds):
+        torch, cuda = sys.modules.get("torch"), self.xp.cuda
+        is_full = isinstance(error, (cuda.memory.OutOfMemoryError, getattr(torch, "OutOfMemoryError", ())))
+        # Libraries that allocate beside the pools report it by an error for everything.
+        others = (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError, getattr(torch, "AcceleratorError", ()))
+        if not is_full and not (isinstance(error, others) and "out of memory" in str(error)):
             return error
         free, total = self._runtime.memGetInfo()
         return self.out_of_memory(error, what, f", {free} of {total} bytes are free")
@@ -321,14 +343,17 @@ class CupyBackend(DeviceArrays):
             self._communication_stream.synchronize()
             self._communicated = None
             self.synchronize()
-            self.xp.get_default_memory_pool().free_all_blocks()
-            # torch keeps what it has freed as well, and neither library can use what the other keeps.
-            torch = sys.modules.get("torch")
-            if torch is not None and torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-        except self._runtime.CUDARuntimeError:
+            self.give_back()
+        except RuntimeError:  # of the runtime, or torch's own
             return False
         return True
+
+    def give_back(self) -> None:
+        """Give back the memory that CuPy and torch keep for later. No library can use what another one keeps."""
+        self.xp.get_default_memory_pool().free_all_blocks()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def describe(self) -> str:
         properties = self._runtime.getDeviceProperties(self._ordinal)

@@ -10,6 +10,7 @@ import functools
 import os
 import uuid
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""One of them is there where a driver is loaded: Linux's, or the one of Windows below Linux."""
+DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
+"""One of them is there where a driver is loaded: Linux's, whose device may be made later, or Windows' below Linux."""
 
 _MIN_CUDA_MAJOR, _MAX_CUDA_MAJOR = 12, 13
 
@@ -143,9 +144,19 @@ def explain_absence(gpus: Gpus, *, has_cupy: bool) -> str:
         return "no GPU: CUDA shows none" + ("." if value is None else f" with {VISIBLE_VARIABLE}={value!r}. Unset it.")
     if major < _MIN_CUDA_MAJOR:
         return f"no GPU in use: the driver runs CUDA {major}.{minor}, synk needs {_MIN_CUDA_MAJOR} or later."
+    newest = f"cupy-cuda{_MAX_CUDA_MAJOR}x"
+    if has_cupy and major < _MAX_CUDA_MAJOR and _is_installed(newest) and not _is_installed(f"cupy-cuda{major}x"):
+        return (
+            f"no GPU in use: the driver runs CUDA {major}.{minor}, too old for the {newest} that is installed. "
+            f'pip uninstall {newest}, and pip install "synkhronos[cuda{major}]", or update the driver.'
+        )
     if not has_cupy:
         return f'no GPU in use: CuPy is not installed. pip install "synkhronos[cuda{min(major, _MAX_CUDA_MAJOR)}]"'
     return ""
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(metadata.distributions(name=distribution))
 
 
 def _peer_line(devices: Sequence[Device]) -> str:

@@ -65,6 +65,7 @@ class WorkerGroup:
         self._number = number  # before the group is joined: a rank that fails in the middle gives up this number
         with self.giving_up_on_failure():
             nccl: Any = load_nccl()
+            self._backend.give_back()  # NCCL takes memory of its own; after a death the libraries may keep all of it
             communicator = NcclCommunicator(
                 nccl, unique_id, self.rank, self.world_size,
                 is_broken=lambda: self.is_broken(number), give_up=lambda: self.give_up(number),
@@ -92,7 +93,7 @@ class WorkerGroup:
             buffer = Buffer(backend.address(array), _PROOF_COUNT, dtype.name)
             communicator.all_reduce(buffer, buffer, "sum", stream=backend.stream_handle)
             event = backend.mark()
-            communicator.wait(lambda: bool(event.done), timeout_s=PROOF_TIMEOUT_S)
+            communicator.wait(lambda: backend.is_done(event), timeout_s=PROOF_TIMEOUT_S)
             found = backend.host_copy(array)
         finally:
             backend.take_copied()  # no call has copied this

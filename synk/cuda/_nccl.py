@@ -139,13 +139,12 @@ def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -
     Notes
     -----
     ``NCCL_COMM_ID`` is dropped: with it NCCL's handshake is a constant, and two groups would meet at one address.
-    ``NCCL_COMM_BLOCKING=0`` is dropped: CuPy takes its "in progress" for an error.
+    ``NCCL_COMM_BLOCKING=1`` overrides a file of NCCL's settings, too: CuPy takes its "in progress" for an error.
     Source: the environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
     """
     result = dict(environ)
     result.pop("NCCL_COMM_ID", None)
-    if result.get("NCCL_COMM_BLOCKING") == "0":
-        del result["NCCL_COMM_BLOCKING"]
+    result["NCCL_COMM_BLOCKING"] = "1"
     result.setdefault("NCCL_SOCKET_IFNAME", "lo")
     result.setdefault("NCCL_RAS_ENABLE", "0")
     # Plug-ins of a cluster's image and InfiniBand cards are for other machines, and looking for them can fail or hang.

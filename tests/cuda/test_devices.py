@@ -106,6 +106,7 @@ ABSENT: list[tuple[Gpus, bool, str]] = [
     (Gpus((), (13, 0)), True, "CUDA shows none with CUDA_VISIBLE_DEVICES='-1'"),
     (Gpus((Device(0, "", "", "", "", 1),), (11, 8)), True, "the driver runs CUDA 11.8, synk needs 12"),
     (Gpus((Device(0, "", "", "", "", 1),), (12, 4)), False, 'CuPy is not installed. pip install "synkhronos[cuda12]"'),
+    (Gpus((Device(0, "", "", "", "", 1),), (12, 4)), True, "CUDA 12.4, too old for the cupy-cuda13x that is installed"),
     (Gpus((Device(0, "", "", "", "", 1),), (14, 0)), True, ""),
 ]
 
@@ -114,6 +115,7 @@ def test_an_absence_is_explained_and_info_describes_devices(
     subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setattr(_devices, "_is_installed", "cupy-cuda13x".__eq__)
     for gpus, has_cupy, expected in ABSENT:
         with subtests.test(expected=expected):
             text = explain_absence(gpus, has_cupy=has_cupy)

@@ -54,16 +54,16 @@ torch.ones(1, requires_grad=True).backward()
 
 
 class RealGpus:
-    """Runtimes whose ranks share the first GPU, or have one each."""
+    """Runtimes whose ranks share GPUs, or have one each."""
 
-    def __init__(self, has_nccl: bool, is_shared: bool = True) -> None:
+    def __init__(self, has_nccl: bool, num_gpus: int = 1) -> None:
         self.has_nccl = has_nccl
-        self._is_shared = is_shared
+        self._num_gpus = num_gpus
         self.opened: list[synk.Runtime] = []
 
     def __call__(self, num_workers: int | None = 3, **options: Any) -> synk.Runtime:
-        if self._is_shared:
-            options.setdefault("devices", [0] * (num_workers or 1))
+        if self._num_gpus < 3:
+            options.setdefault("devices", [rank % self._num_gpus for rank in range(num_workers or 1)])
             num_workers = None
         self.opened.append(synk.Runtime(num_workers, backend="cupy", **options))
         return self.opened[-1]
@@ -89,19 +89,21 @@ def nccl_version() -> int:
 
 
 @pytest.fixture(
-    params=["host, one GPU", "nccl, one GPU", pytest.param("nccl, one each", marks=pytest.mark.multi_gpu)],
+    params=["host, one GPU", "nccl, one GPU", pytest.param("nccl, several", marks=pytest.mark.multi_gpu)],
 )
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
-    has_nccl, is_shared = request.param.startswith("nccl"), request.param.endswith("one GPU")
-    if has_nccl and is_shared:
+    has_nccl, num_gpus = request.param.startswith("nccl"), len(visible_gpus().devices)
+    if request.param.endswith("one GPU"):
+        num_gpus = 1
+    elif num_gpus < 2:
+        pytest.skip("needs two GPUs")
+    if has_nccl and num_gpus < 3:  # of three ranks two share one
         if nccl_version() < SHARED_GPU_VERSION:
             pytest.skip("ranks can share a GPU from NCCL 2.30.3 on")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    elif not is_shared and len(visible_gpus().devices) < 3:
-        pytest.skip("needs three GPUs")
     else:
         monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    yield from closing(RealGpus(has_nccl, is_shared))
+    yield from closing(RealGpus(has_nccl, num_gpus))
 
 
 @pytest.fixture
@@ -190,6 +192,16 @@ def spinning(x: Any, cycles: Any) -> Any:
     return x.sum()
 
 
+def test_torch_is_on_the_stream_of_the_call_from_the_first_one_on(gpu: Any) -> None:
+    def are_alike(x: Any) -> bool:
+        import cupy
+
+        return torch.cuda.current_stream().cuda_stream == cupy.cuda.get_current_stream().ptr
+
+    f = gpu(1).function(are_alike, outputs=None, framework="torch")
+    assert f(np.ones(1)) == f(np.ones(1)) == [True]
+
+
 def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
     """The event of the copy is over before the kernel that was started ahead of it."""
     rt = gpu(1)
@@ -212,8 +224,7 @@ def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
     f = rt.function(work, bcast_inputs="cycles", outputs="sum")
     rows = [rt.data(np.full(1 << 22, float(k))) for k in range(4)]
     for data in rows:
-        f(data, np.int64(1))
-    time.sleep(1)  # the segments are registered meanwhile
+        f(data, np.int64(1))  # registers its segment
     for _ in range(3):
         pending = [f.submit(rows[k % 4], np.int64(1_000_000_000)) for k in range(8)]
         results = [call.result() for call in pending]

@@ -197,7 +197,7 @@ def test_work_that_does_not_end_has_the_calls_limit(gpu: Any) -> None:
 
 
 def test_out_of_device_memory(gpu: Any) -> None:
-    """A call is run once more, and at the end it is an exception; no worker is lost."""
+    """A call is run once more, and at the end it is an exception; no worker is lost. CUDA itself may report it, too."""
     rt = gpu.reused(2)
     before, runs = pids(rt), rt.resident([])
 
@@ -206,6 +206,8 @@ def test_out_of_device_memory(gpu: Any) -> None:
 
         runs.value.append(len(x))
         if len(runs.value) <= num_full:
+            if len(runs.value) == 2:
+                raise cupy.cuda.runtime.CUDARuntimeError(2)
             return cupy.empty(1 << 40)
         runs.value.clear()
         return x.sum()
@@ -373,6 +375,19 @@ def test_a_poisoned_device_gets_a_new_worker(gpu: Any, capfd: Any) -> None:
     with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on"):
         list(rt.map(item, range(5), batch_size=1))
     assert list(rt.map(item, range(3))) == [0, 1, 2]
+
+    def polls(x: Any) -> None:
+        import cupy
+
+        array = x * 1
+        request = synk.comm.all_reduce(array, "sum", out=array, async_op=True)
+        synk.comm.barrier()
+        cupy.cuda.fail_launch()
+        while not request.test():
+            pass
+
+    with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on"):
+        rt.function(polls, outputs=None)(np.ones(4), timeout=60)
 
 
 def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:

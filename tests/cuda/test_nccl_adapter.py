@@ -224,6 +224,7 @@ def test_the_environment_of_workers() -> None:
     """NCCL is kept on loopback; what the user set stays; ranks that share a GPU may."""
     before = {"PATH": "/bin", "NCCL_COMM_ID": "10.0.0.1:5000", "NCCL_COMM_BLOCKING": "0"}
     ours = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
+    ours |= {"NCCL_COMM_BLOCKING": "1"}
     assert nccl_environment(before) == {"PATH": "/bin", **ours}
     chosen = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_RAS_ENABLE": "1", "NCCL_COMM_BLOCKING": "1", "NCCL_DEBUG": "INFO"}
     chosen |= {"NCCL_NET_PLUGIN": "aws-ofi", "NCCL_IB_DISABLE": "0"}

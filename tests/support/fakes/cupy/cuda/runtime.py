@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +33,9 @@ DEFAULT = 0
 clock_ms: dict[int, float] = {}
 pinned: dict[int, Any] = {}
 """Page-locked memory by address."""
+
+events: Any = weakref.WeakValueDictionary()
+"""The events by their handles."""
 
 _following: set[int] = set()  # the streams that run behind what is on the default stream
 
@@ -51,7 +55,7 @@ _lock = threading.Lock()
 class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
-        super().__init__(f"cudaError {status}")
+        super().__init__("cudaErrorMemoryAllocation: out of memory" if status == 2 else f"cudaError {status}")
 
 
 def check() -> None:
@@ -218,6 +222,16 @@ def hostUnregister(ptr: int) -> None:
         if ptr not in _registered:
             raise CUDARuntimeError(713)
         del _registered[ptr]
+
+
+def eventQuery(ptr: int) -> int:
+    """Return 0, 600 if the device has not come there, or the error that stays."""
+    event = events[ptr]
+    if _sticky or event.stream is None or has_arrived(event.stream, event.count):
+        return _sticky
+    if not is_stalled(event.stream):
+        arrive(event.stream, event.count)  # the device goes on while one asks
+    return 600
 
 
 def getDeviceCount() -> int:
