@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OK, SLOW, BROKEN = "ok", "slow", "broken"
+OK, SLOW, BROKEN, SKIPPED = "ok", "slow", "broken", "skipped"
 
 
 class Broken(Exception):
@@ -64,6 +64,6 @@ class Found:
         return {"outcome": self.outcome, "text": text, "figures": figures, "facts": dict(self.facts)}
 
 
-def broken(text: str) -> dict[str, Any]:
-    """Return the record of a line that does not work."""
-    return {"outcome": BROKEN, "text": text, "figures": [], "facts": {}}
+def without_figures(outcome: str, text: str) -> dict[str, Any]:
+    """Return the record of a line that has measured nothing."""
+    return {"outcome": outcome, "text": text, "figures": [], "facts": {}}

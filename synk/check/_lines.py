@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from synk.check import _cpu, _gpu, _machine, _training
-from synk.check._found import OK, SLOW, Found
+from synk.check._found import OK, SKIPPED, SLOW, Found
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Line:
     def next_step(self, outcome: str) -> str:
         if outcome == OK:
             return "Nothing to do."
+        if outcome == SKIPPED:
+            return f'Run it by itself: python -m synk.check --only="{self.name}".'
         return self.if_slow if outcome == SLOW else self.if_broken
 
 
@@ -47,7 +49,7 @@ _REPORT = "Please report it, with synk-check.json."
 _LOAD = "Run the check again when nothing else runs here; if it stays so, report it, with synk-check.json."
 _HOST = "Calls still work, through host memory. To find out more run it again with NCCL_DEBUG=INFO, and report it."
 
-DEVICES = "GPUs"
+DEVICES, NCCL = "GPUs", "NCCL"
 
 LINES = (
     Line("versions", "Which versions are installed?", _machine.versions, 15, "",
@@ -66,7 +68,7 @@ LINES = (
          "Try `python -c 'import cupy; print(cupy.arange(3).sum())'` first; if that works, report it.", 1),
     Line("default stream", "Are kernels of other libraries done before an output is copied?", _gpu.default_stream, 30,
          _LOAD, "Call cupy.cuda.Stream.null.synchronize() in such functions. " + _REPORT, 1),
-    Line("NCCL", "Is the group of all GPUs joined and proven?", _gpu.group, 90,
+    Line(NCCL, "Is the group of all GPUs joined and proven?", _gpu.group, 90,
          "Only the first call waits for it. " + _LOAD, _HOST, 2),
     Line("bandwidth", "How fast are copies from pageable and pinned memory?", _gpu.bandwidth, 30,
          "Look at the link (`nvidia-smi -q`, PCIe width), and at the limits on locked memory.", _REPORT, 1),

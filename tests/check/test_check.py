@@ -20,6 +20,7 @@ from synk.check._found import Figure, Found
 from synk.check._lines import LINES
 from synk.check._places import without_places
 from synk.check._run import TOTAL_S, answer
+from synk.check._run import run as run_line
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 
@@ -102,6 +103,19 @@ def test_a_line_that_hangs_costs_its_time_only(tmp_path: Path) -> None:
     assert outcomes(records) == {"versions": "ok", "bandwidth": "broken"}
     assert records["bandwidth"]["text"] == "no answer in 10 s: it hangs, or is much slower than expected"
     assert ended.returncode == 1
+
+
+def test_what_there_is_no_time_for_is_not_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a Python that never answers."""
+    line, python = LINES[0], tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 100\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    records = [run_line(line, 30.0, 0.5), run_line(line, 30.0, 1.0), run_line(line, 1.0, 30.0, "it waits for NCCL")]
+    assert [record["outcome"] for record in records] == ["skipped", "skipped", "broken"]
+    assert [record["text"].partition(": ")[2] for record in records] == [
+        "the lines before it have taken all the time", "no more time was left", "it waits for NCCL",
+    ]  # fmt: skip
 
 
 # ----- what the processes of the lines do
@@ -198,6 +212,7 @@ def test_a_figure_is_judged_by_its_bound() -> None:
     assert Found("text", slow="because").outcome == "slow"
     for line in LINES:
         assert line.question.endswith("?") and 0 < line.limit_s < TOTAL_S < 120
+        assert "--only" in line.next_step("skipped")
         assert line.next_step("ok") == "Nothing to do." and line.next_step("broken").endswith(".")
 
 
