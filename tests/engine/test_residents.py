@@ -23,7 +23,7 @@ from support.tables import combinations
 import synk
 from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError, SerializationError, WorkerDied
 
-Reused = Callable[..., synk.Runtime]
+Reused = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 on_one_machine_and_two = pytest.mark.parametrize("kind", [2, "1+1"])
 

@@ -108,7 +108,7 @@ def updates(rt: synk.Runtime, *variables: Any) -> Any:
     return rt.function(lambda x: (0.0, [1.0]), updates=variables)(X)
 
 
-Mistake = tuple[Callable[[synk.Runtime], Any], type[BaseException] | tuple[type[BaseException], ...], str]
+Mistake = tuple[Callable[[Any], Any], type[BaseException] | tuple[type[BaseException], ...], str]
 
 MISTAKES: list[Mistake] = [
     # -- how a function is built
