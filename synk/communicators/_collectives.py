@@ -85,7 +85,8 @@ class Collectives:
     ) -> Steps:
         send, is_divided = self.arrays.take(array), kind == "reduce_scatter"
         at = [self.host.member(kind, "root", root)] if kind == "reduce" else []
-        send = self.arrays.apart(send, out, is_in_place=not is_divided)
+        memory = self.arrays.memory(out)
+        send = self.arrays.apart(send, memory, is_in_place=not is_divided)
         self._check(op, send, weight)
         shape = send.shape
         if is_divided:
@@ -96,20 +97,20 @@ class Collectives:
                 )
             shape = (len(send) // self._size, *shape[1:])
         is_receiver = not at or self.host.rank == at[0]
-        place = self._place(out, shape, send.dtype) if is_receiver else None
+        place = self._place(memory, shape, send.dtype) if is_receiver else None
         result = yield from self._reduced(kind, send, shape, op, weight, place, *at)
-        return self._given(result, place, out) if is_receiver else None
+        return self._given(result, place, memory, out) if is_receiver else None
 
     def copy(self, kind: str, array: Any, root: int, out: Any) -> Steps:
-        send = self.arrays.take(array)
+        send, memory = self.arrays.take(array), self.arrays.memory(out)
         if kind == "broadcast":
             root, shape = self.host.member(kind, "root", root), send.shape
         else:
-            send = self.arrays.apart(send, out)
+            send = self.arrays.apart(send, memory)
             shape = (self._size, *send.shape)
-        place = self._place(out, shape, send.dtype)
+        place = self._place(memory, shape, send.dtype)
         result = yield from self._copied(kind, send, shape, place, root)
-        return self._given(result, place, out)
+        return self._given(result, place, memory, out)
 
     def _reduced(
         self, kind: str, send: Any, shape: tuple[int, ...], op: str, weight: float | None, place: Any, *root: int
@@ -130,16 +131,17 @@ class Collectives:
         yield from self.host.broadcast_steps(_flat(result), root)
         return result
 
-    def _place(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        return None if out is None else self.arrays.place(out, shape, dtype)
+    def _place(self, memory: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return None if memory is None else self.arrays.place(memory, shape, dtype)
 
-    def _given(self, result: Any, place: Any, out: Any) -> Any:
-        """Return a result in the function's framework, or in ``out`` if the function gave one."""
+    def _given(self, result: Any, place: Any, memory: Any, out: Any) -> Any:
+        """Return a result in the function's framework, or ``out``, which has this memory, if the function gave one."""
         if place is None:
             return self.arrays.give(result)
         if result is not place:  # it could not be written there
             place[...] = result
-        return self.arrays.filled(place, out)
+        self.arrays.filled(place, memory)
+        return out
 
     def _check(self, op: str, array: Any, weight: float | None) -> None:
         """Refuse an op that the dtype does not have, before the ranks agree on it."""

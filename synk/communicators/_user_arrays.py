@@ -48,7 +48,7 @@ class UserArrays:
 
     def checked(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the memory of ``out``, into which an array of this shape and dtype is to go."""
-        place = self._memory(out)
+        place = self.memory(out)
         return check_out(place, shape, dtype, type(place) if self._backend.is_array(place) else ())
 
     take, give = own, shown  # what a communicator gets of an array, and a function of what came: the same arrays
@@ -60,15 +60,16 @@ class UserArrays:
 
     def lies_here(self, out: Any) -> bool:
         """Whether an array of the function lies in the memory of the backend's arrays."""
-        return isinstance(self._memory(out), self._backend.xp.ndarray)
+        return isinstance(self.memory(out), self._backend.xp.ndarray)
 
     def filled(self, place: Any, out: Any) -> Any:
         """Return ``out``, now that what was to go there is in the memory that ``place`` returned."""
         if not isinstance(place, np.ndarray) and not self.lies_here(out):
-            assign(self._memory(out), self._backend.host_copy(place))
+            assign(self.memory(out), self._backend.host_copy(place))
         return out
 
-    def _memory(self, out: Any) -> Any:
+    def memory(self, out: Any) -> Any:
+        """Return the memory of an ``out`` of the function, and what is memory already as it is."""
         return out if self._from_framework is None else self._from_framework(out)
 
     def apart(self, array: Any, out: Any, *, is_in_place: bool = False) -> Any:
@@ -78,7 +79,7 @@ class UserArrays:
         """
         if out is None or (is_in_place and out is array):
             return array
-        on_host, place = isinstance(array, np.ndarray), self._memory(out)
+        on_host, place = isinstance(array, np.ndarray), self.memory(out)
         xp, address = (np, address_of) if on_host else (self._backend.xp, self._backend.address)
         if not isinstance(place, xp.ndarray) or not xp.may_share_memory(array, place):
             return array
@@ -112,7 +113,7 @@ class UserArrays:
         """Return what has come into the array of ``host_place``."""
         if out is None:
             return self.from_host(array)
-        place = self._memory(out)
+        place = self.memory(out)
         if not isinstance(place, np.ndarray):
             place[...] = self._backend.from_host(array)
         return out

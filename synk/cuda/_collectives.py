@@ -99,14 +99,15 @@ class NcclCollectives(Collectives):
 
         Then nothing is allocated there. It begins after the work that the function has queued by now.
         """
-        if kind != "all_reduce" or not is_started or out is None or not self.arrays.lies_here(out):
+        memory = self.arrays.memory(out)
+        if kind != "all_reduce" or not is_started or not isinstance(memory, self._xp.ndarray):
             return (yield from super().reduce(kind, array, op, weight, root, out, is_started))
-        send = self.arrays.apart(self.arrays.take(array), out, is_in_place=True)
+        send = self.arrays.apart(self.arrays.take(memory if array is out else array), memory, is_in_place=True)
         self._check(op, send, weight)
-        place = self._place(out, send.shape, send.dtype)
+        place = self._place(memory, send.shape, send.dtype)
         if not _is_taken_whole(send, op):
             result = yield from self._reduced(kind, send, send.shape, op, weight, place)
-            return self._given(result, place, out)
+            return self._given(result, place, memory, out)
         mark, num_launched = self._device.mark(), self._num_launched
         yield from self.agree_steps(kind, dtype_name(send.dtype), send.size, op, weight=weight)
         if weight is not None:
