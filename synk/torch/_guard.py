@@ -101,9 +101,11 @@ def _owners(objects: Sequence[Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and (states.is_plain(one) or type(one) is tuple) and one == other)
+    if type(one) is tuple is type(other):  # tensors in it cannot be compared by ==
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or (type(one) is type(other) and states.is_plain(one) and one == other)
 
 
 def _mark(value: Any) -> Any:
     """Return what changes when a tensor is written into or frozen, or a list grows, such as that of the groups."""
-    return (value._version, value.requires_grad) if isinstance(value, torch.Tensor) else len(value)
+    return (states.version(value), value.requires_grad) if isinstance(value, torch.Tensor) else len(value)

@@ -19,6 +19,7 @@ from synk._rank.pickling import HostPickler
 from synk.communicators._comm import comm
 from synk.torch._module_parts import Apart, dump_apart, load_joined
 from synk.torch._rank import seed_generators
+from synk.torch._state import version
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,10 @@ class _Run:
         seed_generators(*order.seed, comm.ranks[comm.rank])
         cast = torch.autocast(rows[0].device.type, order.autocast, enabled=order.autocast is not None)
         with torch.set_grad_enabled(order.has_grad), cast:
-            before = [each._version for each in parameters]
+            before = [version(each) for each in parameters]
             result = torch.func.functional_call(module, values, args, kwargs)
-        for name, parameter, version in zip(order.names, parameters, before):
-            if parameter._version != version:
+        for name, parameter, written in zip(order.names, parameters, before):
+            if version(parameter) != written:
                 raise ValueError(
                     f"cannot run forward on several workers: it writes into the parameter {name!r} (as an Embedding "
                     "with max_norm does), for this worker's rows only, expected parameters that only the program "

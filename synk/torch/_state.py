@@ -61,6 +61,11 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
+def version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written into; 0 for one made in inference mode, where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -133,4 +133,4 @@ class Undo:
         return self._marks() != self._before
 
     def _marks(self) -> list[Any]:
-        return [(each._version, states.address(each)) for each in self._parameters]
+        return [(states.version(each), states.address(each)) for each in self._parameters]

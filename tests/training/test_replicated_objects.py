@@ -45,11 +45,13 @@ class Tempered(torch.nn.Module):
         self.temperature, self.num_passes, self.gain = 1.0, 0, Gain()
         self.register_buffer("table", torch.ones(2), persistent=False)
         self.options: Any = {"shift": [0.0]}
+        self.hidden, self.last = (torch.zeros(2), torch.ones(2)), None
         self.inner[0].register_forward_hook(self.gain)
 
     def forward(self, x: Any) -> Any:
         self.num_passes += 1
-        return self.inner(x) / self.temperature * self.table + self.options["shift"][0]
+        self.last = x * 2 if torch.is_inference_mode_enabled() else None
+        return self.inner(x) / self.temperature * self.table + self.options["shift"][0] + self.hidden[0]
 
 
 def made() -> tuple[Any, ...]:
@@ -97,6 +99,8 @@ def change_dtype(model: Any, optimizer: Any, scheduler: Any) -> None:
 def evaluate(model: Any, *others: Any) -> None:
     model.eval()
     model(batches(1)[0][0])
+    with torch.inference_mode():
+        model(batches(1)[0][0])
     model.train()
 
 
@@ -110,6 +114,7 @@ TOLD: dict[str, Callable[..., Any]] = {
     "eval": lambda model, optimizer, scheduler: model.eval(),
     "a number": lambda model, optimizer, scheduler: setattr(model, "temperature", 2.0),
     "another list": lambda model, optimizer, scheduler: setattr(model, "options", {"shift": [0.5]}),
+    "a tuple of tensors": lambda model, *others: setattr(model, "hidden", (torch.ones(2), torch.ones(2))),
     "a buffer": lambda model, optimizer, scheduler: model.table.mul_(0.5),
     "another layer": lambda model, optimizer, scheduler: model.inner.append(torch.nn.Tanh()),
     "another layer, in a group": add_layer,
