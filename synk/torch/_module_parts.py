@@ -1,9 +1,7 @@
-"""What must hold of objects before they go to the ranks, and pickles without tensors, which travel beside them."""
+"""What must hold of objects before they go to the ranks, and what they are made of beside their states."""
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,9 +9,8 @@ import numpy as np
 import torch
 
 from synk._pure.tensors import array_of
-from synk._wire.parcels import TravelPickler
-from synk.errors import SerializationError
 from synk.torch import _state as states
+from synk.torch._apart import TensorlessPickler, dump_apart
 
 
 def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -56,58 +53,21 @@ def check_gradients(what: str, modules: Iterable[torch.nn.Module]) -> None:
                 )
 
 
-class Apart:
-    """Mixed into a pickler: ``place`` returns what stands for a tensor; None pickles it.
-
-    Examples
-    --------
-    >>> class Pickler(Apart, pickle.Pickler):
-    ...     pass
-    >>> tensors, file = [], io.BytesIO()
-    >>> pickler = Pickler(file)
-    >>> pickler.place = lambda tensor: (tensors.append(tensor), len(tensors) - 1)[1]
-    >>> pickler.dump({"x": [torch.ones(2), "text"], "n": 3})
-    >>> len(tensors), load_joined(file.getvalue(), [torch.zeros(1)].__getitem__)
-    (1, {'x': [tensor([0.]), 'text'], 'n': 3})
-    """
-
-    place: Callable[[torch.Tensor], Any]
-
-    def persistent_id(self, obj: Any) -> Any:
-        return self.place(obj) if isinstance(obj, torch.Tensor) else None
-
-
-class _Joining(pickle.Unpickler):
-    def __init__(self, data: bytes, tensor_of: Callable[[Any], torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensor_of = tensor_of
-
-    def persistent_load(self, place: Any) -> torch.Tensor:
-        return self._tensor_of(place)
-
-
-def load_joined(data: bytes, tensor_of: Callable[[Any], torch.Tensor]) -> Any:
-    """Return what a pickle holds, with the tensors that ``tensor_of`` returns for their places."""
-    return _Joining(data, tensor_of).load()
-
-
-class _Pickler(Apart, TravelPickler):
-    """Pickles what goes to the workers, without tensors."""
-
-
-class _OfMakings(_Pickler):
+class _OfMakings(TensorlessPickler):
     """Pickles objects without optimizers, and without the attributes that are in their states."""
 
     def persistent_id(self, obj: Any) -> Any:
         return type(obj).__name__ if states.is_optimizer(obj) else super().persistent_id(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) or not hasattr(obj, "load_state_dict"):
+        if isinstance(obj, type) or not hasattr(type(obj), "load_state_dict"):
             return super().reducer_override(obj)
-        made, args, own, *others = obj.__reduce_ex__(5)
-        if isinstance(own, dict):
-            taken = states.numbers_of(obj) if states.is_module(obj) else obj.state_dict()
-            own = {name: value for name, value in own.items() if name not in taken or taken[name] is not value}
+        recipe = obj.__reduce_ex__(5)
+        if len(recipe) < 3 or not isinstance(recipe[2], dict):  # a rule of its own, as of torch.fx
+            return super().reducer_override(obj)
+        made, args, own, *others = recipe
+        taken = states.numbers_of(obj) if states.is_module(obj) else obj.state_dict()
+        own = {name: value for name, value in own.items() if name not in taken or taken[name] is not value}
         return made, args, own, *others
 
 
@@ -124,25 +84,3 @@ def numbers_of(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], int 
 def makings_of(what: str, objects: Any, tensors: Sequence[torch.Tensor]) -> bytes:
     """Return what objects are made of as bytes: all but tensors, optimizers and what their states have."""
     return dump_apart(what, objects, numbers_of(tensors), _OfMakings)[0]
-
-
-def dump_apart(
-    what: str, value: Any, place: Callable[[torch.Tensor], Any], kind: Callable[..., Any] = _Pickler
-) -> tuple[bytes, list[type]]:
-    """Return a value pickled without its tensors, and the classes that the pickle names.
-
-    Raises
-    ------
-    SerializationError
-        If it cannot be pickled.
-    """
-    file = io.BytesIO()
-    pickler = kind(file, protocol=5)
-    pickler.place = place
-    try:
-        pickler.dump(value)
-    except Exception as error:
-        raise SerializationError(
-            f"cannot send {what}: {type(error).__name__}: {str(error).rstrip('.')}. Make it of what can be pickled."
-        ) from error
-    return file.getvalue(), pickler.named

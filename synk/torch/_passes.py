@@ -17,7 +17,7 @@ import torch
 
 from synk._rank.pickling import HostPickler
 from synk.communicators._comm import comm
-from synk.torch._module_parts import Apart, dump_apart, load_joined
+from synk.torch._apart import Apart, dump_apart, load_joined
 from synk.torch._rank import seed_generators
 from synk.torch._state import version
 

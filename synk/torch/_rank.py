@@ -43,15 +43,15 @@ class RankReplica:
     def __getstate__(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in ("objects", "options", "num_steps")},
-            "others": {k: left_out_of(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)},
+            "others": [(each, left_out_of(each)) for each in states.optimizers_of(self.objects)],
             "gradients": [parameter.grad for parameter in states.parameters_of(self.objects)],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         others, gradients = state.pop("others"), state.pop("gradients")
         self.__dict__.update(state)
-        for index, attributes in others.items():
-            vars(self.objects[index]).update(attributes)
+        for optimizer, attributes in others:
+            vars(optimizer).update(attributes)
         for parameter, gradient in zip(states.parameters_of(self.objects), gradients):
             parameter.grad = gradient
         _bring_to_device(self.objects)

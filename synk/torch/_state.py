@@ -1,7 +1,8 @@
 """The state of replicated objects: what their ``state_dict``s have, with gradients, flags, numbers and texts.
 
-All other attributes are each process's own: they begin as the pickle of the objects has them, and nothing carries them
-from one process to another. Tensors are copied element by element, so a state has the same bits wherever it is loaded.
+Of optimizers it is all but their hooks, and that of the optimizers that they wrap. All other attributes are each
+process's own: they begin as the pickle of the objects has them, and nothing carries them from one process to another.
+Tensors are copied element by element, so a state has the same bits wherever it is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import optree
 import torch
+
+from synk.torch._apart import TensorlessPickler, dump_apart, load_joined
 
 State = dict[str, Any]
 
@@ -37,6 +40,15 @@ def is_module(obj: Any) -> bool:
 
 def is_optimizer(obj: Any) -> bool:
     return isinstance(obj, torch.optim.Optimizer)
+
+
+def optimizers_of(objects: Sequence[Any]) -> list[Any]:
+    """Return the optimizers among the objects, and those that they have as attributes."""
+    found = list(filter(is_optimizer, objects))
+    for each in found:  # which grows
+        wrapped = filter(is_optimizer, vars(each).values())
+        found += [other for other in wrapped if all(other is not known for known in found)]
+    return found
 
 
 def tensors_of(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,12 +82,15 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def dump(objects: Sequence[Any]) -> list[State]:
-    """Return the states of objects. They consist of the very tensors that the objects hold, not of copies."""
-    positions = {id(parameter): position for position, parameter in enumerate(parameters_of(objects))}
-    return [_dump_one(obj, positions) for obj in objects]
+    """Return the states of objects, and that of all optimizers as the last one.
+
+    They consist of the very tensors that the objects hold, not of copies.
+    """
+    others = [{} if is_optimizer(obj) else _dump_one(obj) for obj in objects]
+    return [*others, dump_optimizers(objects)]
 
 
-def _dump_one(obj: Any, positions: dict[int, int]) -> State:
+def _dump_one(obj: Any) -> State:
     if is_module(obj):
         parts = dict(obj.named_modules())
         return {
@@ -85,9 +100,6 @@ def _dump_one(obj: Any, positions: dict[int, int]) -> State:
             "gradients": {name: each.grad for name, each in obj.named_parameters()},
             "extra": {name: part.get_extra_state() for name, part in parts.items() if _has_extra(part)},
         }
-    if is_optimizer(obj):
-        groups = [{**group, "params": [positions[id(each)] for each in group["params"]]} for group in obj.param_groups]
-        return {"groups": groups, "state": {positions[id(each)]: slots for each, slots in obj.state.items()}}
     return {"state_dict": obj.state_dict()}
 
 
@@ -101,14 +113,12 @@ def _has_extra(part: torch.nn.Module) -> bool:
 
 def load(objects: Sequence[Any], states: Sequence[State]) -> None:
     """Bring objects into their states. The objects, their parameters and buffers keep their identity."""
-    parameters = parameters_of(objects)
     for obj, state in zip(objects, states):
         if is_module(obj):
             _load_module(obj, state)
-        elif is_optimizer(obj):
-            _load_optimizer(obj, state, parameters)
-        else:
+        elif not is_optimizer(obj):
             obj.load_state_dict(state["state_dict"])
+    load_optimizers(objects, states[-1])
 
 
 def _load_module(module: Any, state: State) -> None:
@@ -149,15 +159,70 @@ def _as_here(value: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.
     return value.to(device, copy=True)
 
 
-def _load_optimizer(optimizer: Any, state: State, parameters: Sequence[torch.Tensor]) -> None:
-    groups = optimizer.param_groups
-    groups[len(state["groups"]) :] = [{} for _ in state["groups"][len(groups) :]]
-    for group, saved in zip(groups, state["groups"]):
-        group.clear()
-        group.update({**saved, "params": [parameters[position] for position in saved["params"]]})
-    optimizer.state.clear()
-    for position, slots in state["state"].items():
-        optimizer.state[parameters[position]] = _beside(parameters[position], slots)
+class _InPlaces(TensorlessPickler):
+    """Pickles optimizers without what each process has in the same place."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.place(obj)
+
+
+def dump_optimizers(objects: Sequence[Any]) -> State:
+    """Return the attributes, groups and slots of optimizers, pickled without tensors, and these tensors."""
+    optimizers = optimizers_of(objects)
+    places = {id(each): number for number, each in enumerate(_in_places(objects, optimizers))}
+    tensors: list[torch.Tensor] = []
+
+    def place(obj: Any) -> int | None:
+        if isinstance(obj, torch.Tensor) and id(obj) not in places:
+            tensors.append(obj)
+            places[id(obj)] = -len(tensors)
+        return places.get(id(obj))
+
+    parts = [(_own_of(each), [{**group} for group in each.param_groups], {**each.state}) for each in optimizers]
+    pickled, _ = dump_apart(names_of(optimizers), parts, place, _InPlaces)
+    return {
+        "group counts": [len(each.param_groups) for each in optimizers],
+        "pickled": pickled,
+        "tensors": [each if each.is_leaf else each.detach() for each in tensors],
+    }
+
+
+def load_optimizers(objects: Sequence[Any], state: State) -> None:
+    """Bring optimizers into such a state. They, their groups and tables of slots keep their identity."""
+    optimizers = optimizers_of(objects)
+    if len(optimizers) != len(state["group counts"]):
+        raise ValueError(
+            f"cannot take over the state of {names_of(optimizers)}: got {len(state['group counts'])} optimizers, "
+            f"expected {len(optimizers)}, with those that are attributes of others, in the program and on every worker "
+            "alike. Make them before replicate(), or inside of `with rep.here():`."
+        )
+    for optimizer, count in zip(optimizers, state["group counts"]):
+        groups = optimizer.param_groups
+        groups[count:] = [{} for _ in range(count - len(groups))]
+    devices = [parameter.device for parameter in parameters_of(objects)[:1]]
+    tensors = [each.to(devices[0]) if each.ndim and devices else each for each in state["tensors"]]
+    in_places = _in_places(objects, optimizers)
+    parts = load_joined(state["pickled"], lambda place: tensors[-place - 1] if place < 0 else in_places[place])
+    for optimizer, (own, groups, slots) in zip(optimizers, parts):
+        vars(optimizer).update(own)
+        for group, saved in zip(optimizer.param_groups, groups):
+            group.clear()
+            group.update(saved)
+        optimizer.state.clear()
+        for key, values in slots.items():
+            optimizer.state[key] = _beside(key, values) if isinstance(key, torch.Tensor) else values
+
+
+def _own_of(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes of an optimizer beside groups, slots and hooks, such as a counter or its own buffers."""
+    others = {name for name in vars(optimizer) if name.startswith("_optimizer_")} | {"param_groups", "state"}
+    return {name: value for name, value in vars(optimizer).items() if name not in others and not callable(value)}
+
+
+def _in_places(objects: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
+    """Return what every process has for itself, in the same order."""
+    tables = [table for each in optimizers for table in (each.param_groups, *each.param_groups, each.state)]
+    return [*parameters_of(objects), *parts_of(objects), *objects, *optimizers, *tables]
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:

@@ -32,7 +32,7 @@ class Undo:
     def __init__(self, objects: Sequence[Any], reduction: GradientSum) -> None:
         self._reduction = reduction
         parts = self._parts = states.parts_of(objects)
-        self._optimizers = [obj for obj in objects if states.is_optimizer(obj)]
+        self._objects, self._optimizers = objects, states.optimizers_of(objects)
         self._others = [obj for obj in objects if not (states.is_module(obj) or states.is_optimizer(obj))]
         self._tables: list[dict[str, Any]] = [
             table for part in parts for table in (vars(part), part._parameters, part._buffers, part._modules)
@@ -60,13 +60,13 @@ class Undo:
         lists = [(obj.param_groups, [*obj.param_groups]) for obj in self._optimizers]
         groups = [group for _, kept in lists for group in kept]
         lists += [(group["params"], [*group["params"]]) for group in groups]
-        tables = [(table, table.copy()) for table in (*self._tables, *groups)]
+        tables = [(table, table.copy()) for table in (*self._tables, *groups, *map(vars, self._optimizers))]
         tensors = [each for part in self._parts for each in part._buffers.values() if each is not None]
         tensors += [rate for group in groups for rate in group.values() if isinstance(rate, torch.Tensor)]
         tensors += self._parameters if is_early else []
         # Also large ones that nobody seems to have written: torch's batch norms write without a trace.
         copies = [(each, each.detach().clone(), states.address(each)) for each in tensors]
-        slots = [{key: copy.deepcopy(each) for key, each in obj.state.items()} for obj in self._optimizers if is_early]
+        of_optimizers = _copied(states.dump_optimizers(self._objects)) if is_early else None
         others = [copy.deepcopy(obj.state_dict()) for obj in self._others]
         num_steps, generators = replica.num_steps, rank_generators()
 
@@ -82,9 +82,8 @@ class Undo:
                 table.update(entries)
             for tensor, copied, place in copies:
                 states.write(tensor, copied, is_in_place=states.address(tensor) == place)
-            for obj, its_slots in zip(self._optimizers, slots):
-                obj.state.clear()
-                obj.state.update({key: copy.deepcopy(each) for key, each in its_slots.items()})
+            if of_optimizers is not None:
+                states.load_optimizers(self._objects, _copied(of_optimizers))
             for obj, state in zip(self._others, others):
                 obj.load_state_dict(copy.deepcopy(state))
             for parameter, flag in zip(self._parameters, self._flags):
@@ -134,3 +133,7 @@ class Undo:
 
     def _marks(self) -> list[Any]:
         return [(states.version(each), states.address(each)) for each in self._parameters]
+
+
+def _copied(of_optimizers: dict[str, Any]) -> dict[str, Any]:
+    return {**of_optimizers, "tensors": [each.detach().clone() for each in of_optimizers["tensors"]]}

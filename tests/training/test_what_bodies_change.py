@@ -32,11 +32,31 @@ class Growing(torch.nn.Module):
         return self.inner(x) * (1 + 0.01 * self.count + 0.02 * self.passes) * float(self.scale)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Has numbers and tensors beside its slots, a slot that belongs to no parameter, and an optimizer in it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.inner = torch.optim.SGD(self.param_groups, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+        self.count, self.state["count"] = 0, 0
+        self.slow = {each: each.detach().clone() for group in self.param_groups for each in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count, self.state["count"] = self.count + 1, self.state["count"] + 2
+        self.param_groups[0]["lr"] = 0.05 / self.count
+        self.inner.step()
+        for parameter, slow in self.slow.items():
+            slow.lerp_(parameter, 0.5)
+            parameter.lerp_(slow, 0.02 * self.state["count"])
+
+
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 def test_what_a_body_makes_travels(reused: Callable[..., Any]) -> None:
     """To a rank without rows, to one that was started again, and to the program."""
     rt, model, plain = reused(2), Growing(), Growing()
-    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain))
+    optimizer, plain_optimizer = (Wrapping(each.parameters()) for each in (model, plain))
     rep = synk.torch.replicate(model, optimizer, runtime=rt)
     step = rep.function(plain_step, outputs="avg")
     for number, (x, y) in enumerate(batches(6, (1, 8, 7))):

@@ -322,7 +322,8 @@ def disturbed_step(
             act(action, is_interruptible=place != "inside")
 
     optimizer.zero_grad()
-    out = model(x)
+    optimizer.count = getattr(optimizer, "count", 0) + 1
+    out = model(x) * (1 + 0.01 * optimizer.count)
     at("forward")
     loss = F.mse_loss(out, y)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
