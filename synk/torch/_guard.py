@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NoReturn
 
 import torch
 
 from synk.torch import _state as states
+
+_MARK, _SECOND = attrgetter("_version", "requires_grad"), itemgetter(1)
 
 
 class Guard:
@@ -34,13 +36,13 @@ class Guard:
         """Note that the program's objects are like those of the workers now."""
         self.set_behind(False)
         self._owners = [(name, own, {**own}) for name, own in _owners(self._objects)]
+        modules = filter(states.is_module, self._objects)
+        self._tensors = {id(tensor) for module in modules for _, tensor in states.tensors_of(module)}
         self._values = [value for *_, before in self._owners for value in before.values()]
-        self._watched = [
-            (f"{key!r} of {name}", value, _mark(value))
-            for name, _, before in self._owners
-            for key, value in before.items()
-            if isinstance(value, (torch.Tensor, list))
-        ]
+        held = [(_named(key, name), value) for name, _, before in self._owners for key, value in before.items()]
+        self._written = [each for each in held if isinstance(each[1], torch.Tensor) and not each[1].is_inference()]
+        self._grown = [each for each in held if isinstance(each[1], list)]  # such as that of the groups
+        self._marks = self._marks_now()
 
     def set_behind(self, is_behind: bool) -> None:
         """Refuse the use of the program's objects from now on, or allow it."""
@@ -62,15 +64,25 @@ class Guard:
         finally:
             self.set_behind(was_behind)
 
+    def shares_with(self, other: Guard) -> bool:
+        """Whether both watch the same parameter or buffer."""
+        return not self._tensors.isdisjoint(other._tensors)
+
     def difference(self) -> str:
         """Return the name of something that the program has changed; empty if it has changed nothing."""
         values = [*chain.from_iterable(own.values() for _, own, _ in self._owners)]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             for name, own, before in self._owners:
                 for key in {**before, **own}:
-                    if key != "_opt_called" and not _is_same(own.get(key, self), before.get(key, self)):
-                        return f"{key!r} of {name}"
-        return next((name for name, value, mark in self._watched if _mark(value) != mark), "")
+                    if not (_is_no_change(key, own, before) or _is_same(own.get(key, self), before.get(key, self))):
+                        return _named(key, name)
+        now = self._marks_now()
+        names = [name for name, _ in (*self._written, *self._grown)] if now != self._marks else []
+        return next((name for name, mark, before in zip(names, now, self._marks) if mark != before), "")
+
+    def _marks_now(self) -> list[Any]:
+        """Return what changes when a tensor is written into or frozen, or a list grows."""
+        return [*map(_MARK, map(_SECOND, self._written)), *map(len, map(_SECOND, self._grown))]
 
     def __call__(self, *args: Any) -> NoReturn:
         """Refuse the use of an object, as its hook."""
@@ -92,20 +104,31 @@ def _owners(objects: Sequence[Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield the dicts that hold what a program may replace, each with the name of what it belongs to."""
     for obj in objects:
         name = type(obj).__name__
-        yield name, vars(obj)
+        if not states.is_optimizer(obj):
+            yield name, vars(obj)
         for path, part in obj.named_modules() if states.is_module(obj) else ():
             for own in (vars(part), part._parameters, part._buffers, part._modules):
                 yield f"{name}.{path}" if path else name, own
-        for number, group in enumerate(obj.param_groups if states.is_optimizer(obj) else ()):
+    for obj in states.optimizers_of(objects):
+        name = type(obj).__name__
+        for number, group in enumerate(obj.param_groups):
             yield f"group {number} of {name}", group
+        yield name, vars(obj)
+        yield f"the state of {name}", obj.state
+
+
+def _named(key: Any, name: str) -> str:
+    return name if isinstance(key, torch.Tensor) else f"{key!r} of {name}"
+
+
+def _is_no_change(key: Any, own: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether torch's schedulers have made an entry, or a program that has looked for slots of a parameter."""
+    return key not in before and not own[key] if isinstance(key, torch.Tensor) else key == "_opt_called"
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if type(one) is tuple is type(other):  # tensors in it cannot be compared by ==
         return len(one) == len(other) and all(map(_is_same, one, other))
+    if type(one) is dict is type(other):  # such as the tables that torch.fx makes anew when a module is pickled
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     return one is other or (type(one) is type(other) and states.is_plain(one) and one == other)
-
-
-def _mark(value: Any) -> Any:
-    """Return what changes when a tensor is written into or frozen, or a list grows, such as that of the groups."""
-    return (states.version(value), value.requires_grad) if isinstance(value, torch.Tensor) else len(value)

@@ -240,8 +240,6 @@ class Replicated:
                 changed = self._guard.difference()
                 state = self._on_ranks("told")[0]
                 _state.load(self._objects, state["objects"])
-                for obj in filter(_state.is_optimizer, self._objects):
-                    vars(obj)["_opt_called"] = True  # a scheduler that steps in the program looks at this
                 self._note_alike(state["num_steps"])
                 if changed:
                     warn_at_users_line(
@@ -337,6 +335,14 @@ class Replicated:
                 "cannot call a replicated function inside of torch.autocast: the workers would not compute in its "
                 "dtype, expected it in the function's body. Move the with statement there."
             )
+        for other in [*self._runtime._session.guests]:
+            if other is not self and other._guard.is_behind and other._guard.shares_with(self._guard):
+                raise ValueError(
+                    f"cannot call a replicated function: of {_state.names_of(self._objects)} the workers have a newer "
+                    f"copy of another replicate({_state.names_of(other._objects)}), expected each object in one "
+                    "replicate(). Pass all objects to one, and take the functions for training and for evaluation from "
+                    "it; or call pull() on the other one, and push() on this one."
+                )
         if changed := self._guard.difference():
             cure = (
                 "Call rep.pull(), which undoes the change, make it again, and call rep.push(); or `with rep.here():`."
