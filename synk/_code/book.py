@@ -49,6 +49,7 @@ from synk._code.packing import Address, ComesApart, ComesFirst, PartsPickler, Sh
 from synk._code.parcels import Host, Node, Parcel, Shelf, end_captures
 from synk._code.trees import Tree
 from synk._pure.interrupts import raise_if_of_handler
+from synk._pure.tensors import is_tensor
 from synk._wire.memory import Segment
 from synk._wire.parcels import BY_VALUE, Absent
 
@@ -599,6 +600,10 @@ class Book(Shelf):
     def optimizers_of(self, function_id: int) -> list[Any]:
         """Return the torch optimizers that a function captures, except those that lie in modules."""
         return [each for parcel in self._own(function_id) for each in parcel.optimizers]
+
+    def tensors_of(self, function_id: int) -> list[Any]:
+        """Return the tensors that a function captures, in the same way."""
+        return [node.obj for parcel in self._own(function_id) for node in parcel.nodes if is_tensor(node.obj)]
 
     def imports_of(self, function_id: int) -> set[str]:
         """Return the modules that a function's code may import and that the program has not imported yet."""

@@ -50,11 +50,12 @@ class Referred(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """Everything to which a function refers: things on the workers, and torch models that are copied there."""
+    """Everything to which a function refers: things on the workers, and those of torch, which are copied there."""
 
     referred: Referred
     modules: tuple[Any, ...]
     optimizers: tuple[Any, ...]
+    tensors: tuple[Any, ...]
 
     @property
     def classes(self) -> list[type]:
@@ -72,6 +73,7 @@ def captured_in(value: Any) -> Captured:
         referred_in(pickler.handles),
         tuple(module for module in pickler.modules if id(module) not in parts),
         tuple(pickler.optimizers),
+        tuple(pickler.tensors),
     )
 
 
@@ -106,8 +108,9 @@ def check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
     if optimizers:
         raise TypeError(
             f"cannot build {name!r}: it refers to a torch optimizer ({type(optimizers[0]).__name__}), whose steps "
-            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), or "
-            "keep both on the workers by synk.resident((model, optimizer))."
+            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), "
+            "and as the body a function outside of any class that holds them; or keep both on the workers by "
+            "synk.resident((model, optimizer))."
         )
 
 

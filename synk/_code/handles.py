@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synk._pure.tensors import is_torch_module, is_torch_optimizer
+from synk._pure.tensors import is_tensor, is_torch_module, is_torch_optimizer
 from synk._wire.cell import Elsewhere
 from synk._wire.parcels import TravelPickler
 
@@ -53,8 +53,8 @@ class HandlePickler(TravelPickler):
     ----------
     handles : list of Handle
         The handles it has met.
-    modules, optimizers : list
-        The torch modules and optimizers it has met.
+    modules, optimizers, tensors : list
+        The torch modules, optimizers and tensors it has met.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
@@ -62,6 +62,7 @@ class HandlePickler(TravelPickler):
         self.handles: list[Handle] = []
         self.modules: list[Any] = []
         self.optimizers: list[Any] = []
+        self.tensors: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Handle):
@@ -71,4 +72,6 @@ class HandlePickler(TravelPickler):
             self.modules.append(obj)
         elif is_torch_optimizer(obj):
             self.optimizers.append(obj)
+        elif is_tensor(obj):
+            self.tensors.append(obj)
         return super().reducer_override(obj)

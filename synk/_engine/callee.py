@@ -326,10 +326,12 @@ def referred(function: Callee, book: Book) -> Referred:
 
 
 def check_referred(session: Any, function: Callee) -> None:
-    """Raise if a function refers to what must not be sent: optimizers, and state of another runtime."""
+    """Raise if a function refers to what must not be sent: optimizers, and state of another runtime or out of date."""
     book = session.functions.book
     check_optimizers(function.name, book.optimizers_of(function.id))
     variables, residents = referred(function, book)
+    for guest in [*session.guests]:
+        guest._check_sent(function, residents, book.tensors_of(function.id))
     for variable in variables:
         check_owner(variable.owner, session.variables, variable.label, repr(function.name))
     for resident in residents:

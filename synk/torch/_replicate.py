@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
+from synk._code.captured import captured_in
 from synk._processes.output import warn_at_users_line
 from synk._pure import files
 from synk._pure.generators import generator_states
@@ -197,8 +198,8 @@ class Replicated:
         outputs, bcast_inputs
             As for :func:`synk.function`.
         trains : bool
-            Whether a call is a training step. False is for evaluation: the body then runs under ``torch.no_grad()`` and
-            must not change the objects.
+            Whether a call is a training step. False is for evaluation: the body then runs under ``torch.no_grad()``,
+            flags and buffers are put back, and a write into a parameter is an error.
 
         Returns
         -------
@@ -209,7 +210,7 @@ class Replicated:
         TypeError
             If ``fn`` is not callable, or has fewer parameters than there are objects.
         ValueError
-            If an option has a value that is not listed.
+            If an option has a value that is not listed, or ``fn`` captures a parameter or buffer of these objects.
         """
         if fn is None:
             return functools.partial(self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
@@ -355,6 +356,32 @@ class Replicated:
             )
         if trains and not self._guard.is_behind:
             self._guard.set_behind(True)
+
+    def _check_sent(self, function: Any, residents: Set[Any], tensors: Sequence[Any]) -> None:
+        """Refuse a function with a tensor of the program's objects, which are not those that the workers train.
+
+        Those of a module that it captured are out of date only while the hooks of the guard refuse them.
+
+        Raises
+        ------
+        ValueError
+            If it runs over these objects, or while they are behind.
+        """
+        is_body = self._resident._referent in residents
+        modules = filter(_state.is_module, self._objects)
+        names = {_state.address(each): (name, obj) for obj in modules for name, each in _state.tensors_of(obj)}
+        places = set(map(_state.address, tensors)) & names.keys() - {0}
+        if places and (is_body or self._guard.is_behind):
+            captured = captured_in(function.options)
+            of_modules = [each for module in captured.modules for _, each in _state.tensors_of(module)]
+            places &= {*map(_state.address, captured.tensors)} - {*map(_state.address, of_modules)}
+            for name, obj in map(names.__getitem__, places):
+                raise ValueError(
+                    f"cannot send {function.name!r}: it captures {name!r} of the program's {type(obj).__name__}, "
+                    "directly or in a list, a dict or an object, expected none of its parameters and buffers, because "
+                    "each worker trains another copy. In the body of a step use the body's own "
+                    "model.parameters(); elsewhere call rep.pull() first."
+                )
 
     def _count(self, num_steps: int | None) -> None:
         """Count steps; None after a failed one, of which the ranks know whether it counts."""

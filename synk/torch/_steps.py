@@ -10,6 +10,7 @@ from typing import Any
 from synk._api.function import Function
 from synk._api.op_check import OpCheck
 from synk._api.options import Options, name_of
+from synk._code.captured import captured_in
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import verb
 from synk.torch._state import names_of
@@ -26,6 +27,8 @@ class StepFunction(Function[..., Any]):
         super().__init__(
             body, Options.of(body, framework="torch", updates=updates, **options), replicated._runtime._session
         )
+        captured = captured_in(self._callee.options)
+        replicated._check_sent(self._callee, captured.referred.residents, captured.tensors)
         is_default, first = isinstance(options["outputs"], DefaultOp), self._callee.signature.first_scattered
         self._op_check = OpCheck(first) if is_default else None
 

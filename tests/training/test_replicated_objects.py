@@ -172,6 +172,7 @@ def test_what_the_program_changes_is_told_or_sent(subtests: Any, shared_runtimes
 def test_a_copy_that_is_behind_is_not_used(subtests: Any, shared_runtimes: Any) -> None:
     rep, step, (model, optimizer, scheduler) = replicated(shared_runtimes[2], 3)
     x, y = batches(1)[0]
+    weight = model.inner[0].weight
     uses: dict[str, Callable[[], Any]] = {
         "forward": lambda: model(x),
         "forward of a layer": lambda: model.inner(x),
@@ -182,6 +183,7 @@ def test_a_copy_that_is_behind_is_not_used(subtests: Any, shared_runtimes: Any) 
         "a copy": lambda: copy.deepcopy(model),
         "a pickle": lambda: pickle.dumps(model),
         "a captured model": lambda: shared_runtimes[2].function(lambda x: model(x), outputs=None, framework="torch")(x),
+        "a captured weight": lambda: shared_runtimes[2].function(lambda x: weight.tolist(), outputs=None)(x),
         "push": rep.push,
     }
     for name, use in uses.items():
@@ -200,6 +202,44 @@ def test_a_copy_that_is_behind_is_not_used(subtests: Any, shared_runtimes: Any) 
         if name != "step":
             use()
     step(x, y)
+
+
+def test_a_body_with_tensors_of_the_program_is_refused(subtests: Any, shared_runtimes: Any) -> None:
+    """Where it is built, or where it is called after a change."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
+    held: Any = [each.detach().clone() for each in model.parameters()]
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        return plain_step(model, optimizer, x, y) + 0 * len(held)
+
+    run, rows = rep.function(step, outputs="avg"), batches(1)[0]
+    run(*rows)
+    for held in ([*model.parameters()], {"w": model[2].bias.detach()}, optimizer.param_groups):
+        for use in (lambda: run(*rows), lambda: rep.function(step)):
+            with (
+                subtests.test(held=type(held)),
+                pytest.raises(ValueError, match=r"captures '[02]\.\w+' of the program"),
+            ):
+                use()
+    held = [1.0]
+    run(*rows)
+
+
+def test_an_evaluation_changes_nothing(shared_runtimes: Any) -> None:
+    """No statistics of a batch norm; a write into a parameter is told."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)), torch.randn(8, 4)
+    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
+    bodies = (lambda model, x: model.eval()(x), lambda model, x: model(x), lambda model, x: model[0].weight.zero_())
+    evaluate, train, write = (rep.function(body, trains=False, outputs="first") for body in bodies)
+    expected = evaluate(x)
+    train(x)
+    assert torch.equal(evaluate(x), expected)
+    with pytest.raises(ValueError, match=r"has written into the parameter '0\.weight'.*rep\.push\(\)"):
+        write(x)
+    rep.push()
+    assert torch.equal(evaluate(x), expected)
 
 
 def test_pull_and_push_change_nothing(shared_runtimes: Any) -> None:
