@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import optree
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from synk._wire.cell import cell
 from synk.communicators._comm import comm
@@ -75,13 +77,8 @@ class RankReplica:
     def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same with the process's random numbers as they are."""
         if not trains:
-            flags = [(part, part.training) for part in states.parts_of(self.objects)]
-            try:
-                with torch.no_grad():
-                    return _detached(fn(*self.objects, *args, **kwargs))
-            finally:
-                for part, flag in flags:
-                    part.training = flag
+            with self._unchanged(), torch.no_grad():
+                return _detached(fn(*self.objects, *args, **kwargs))
         try:
             # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
@@ -94,6 +91,41 @@ class RankReplica:
         self.num_steps += 1
         self._undo.notice_end()
         return _detached(result)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Put back flags and buffers: batch norms, and others that a forward pass moves while it trains.
+
+        Raises
+        ------
+        ValueError
+            If a parameter was written into, of which no copy is made.
+        """
+        parts = states.parts_of(self.objects)
+        flags = [(part, part.training) for part in parts]
+        tables = [(part._buffers, {**part._buffers}) for part in parts if part._buffers]
+        buffers = [each for _, table in tables for each in table.values() if each is not None]
+        copies = [(each, each.detach().clone()) for each in buffers if each.layout is torch.strided]
+        named = [pair for obj in self.objects if states.is_module(obj) for pair in obj.named_parameters()]
+        before = [states.version(each) for _, each in named]
+        try:
+            yield
+        finally:
+            for part, flag in flags:
+                part.training = flag
+            for table, entries in tables:
+                table.clear()
+                table.update(entries)
+            for buffer, copied in copies:
+                if buffer.shape != copied.shape or not torch.equal(buffer, copied):
+                    states.write(buffer, copied)
+        for (name, parameter), version in zip(named, before):
+            if states.version(parameter) != version:
+                raise ValueError(
+                    f"cannot end a call with trains=False: it has written into the parameter {name!r} of the workers' "
+                    "copies, expected no change. Take a copy in the body, or build the function with trains=True. To "
+                    "put the parameter back, call rep.push() or rep.load(path)."
+                )
 
     def run_shown(self, fn: Callable[..., Any], *call: Any) -> Any:
         """Run with the process's random numbers as they are. Return the result and the gradients.
@@ -123,7 +155,7 @@ class RankReplica:
         return self._undo.keep(self)
 
     def _check_alike(self) -> None:
-        """Compare the trained parameters of all ranks, which have taken the same steps.
+        """Compare the parameters, buffers and other objects of all ranks, which have taken the same steps.
 
         This happens after steps 1, 2, 4, 8 and so on. If the ranks drift apart, they do so from the first step or from
         the beginning of another phase of the training, and a long training pays almost nothing for the check.
@@ -131,20 +163,36 @@ class RankReplica:
         Raises
         ------
         ValueError
-            If a parameter differs.
+            If something differs.
         """
-        modules = [obj for obj in self.objects if states.is_module(obj)]
-        named = [(type(module).__name__, *pair) for module in modules for pair in module.named_parameters()]
-        named = [each for each in named if each[-1].requires_grad and each[-1].numel()]
-        own = np.array([_is_apart(parameter.detach(), self.num_steps) for _, _, parameter in named], np.int64)
+        named = [*self._compared()]
+        own = np.array([_is_apart(tensor, self.num_steps) for _, tensor in named], np.int64)
         for place in np.flatnonzero(comm.all_reduce(own, "max")):
-            model, name, _ = named[place]
             raise ValueError(
-                f"cannot take a step: after {self.num_steps} of them the workers' copies of {model} differ in "
-                f"{name!r}, expected the same values on all, because each worker sees its own rows and only backward() "
-                "sums gradients over all of them. Average what else becomes a gradient or changes a parameter: "
-                "gradient = synk.comm.all_reduce(gradient, 'avg')."
+                f"cannot take a step: after {self.num_steps} of them the workers' copies differ in {named[place][0]}, "
+                "expected the same values on all, because each worker sees its own rows and only backward() sums "
+                "gradients over all of them. Average what else becomes a gradient or changes a parameter, a buffer or "
+                "another object: synk.comm.all_reduce(value, 'avg'). What each worker is to have for itself, make an "
+                "ordinary attribute of a module."
             )
+
+    def _compared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what must be alike on all ranks, with names. The statistics of a batch norm may be each rank's own."""
+        for obj in self.objects:
+            kind = type(obj).__name__
+            if states.is_module(obj):
+                norms = [part for part in obj.modules() if isinstance(part, _BatchNorm)]
+                own = {id(each) for norm in norms for each in norm.buffers(recurse=False)}
+                for name, tensor in states.tensors_of(obj):
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    is_compared = tensor.requires_grad if is_parameter else id(tensor) not in own
+                    if is_compared and tensor.numel() and tensor.layout is torch.strided:
+                        yield f"{name!r} of {kind}", tensor.detach()
+            elif not states.is_optimizer(obj):
+                leaves = optree.tree_leaves(obj.state_dict())
+                numbers = [float(each) for each in leaves if isinstance(each, (int, float))]
+                tensors = [each.double().cpu().reshape(-1) for each in leaves if isinstance(each, torch.Tensor)]
+                yield f"the state of {kind}", torch.cat([torch.tensor(numbers, dtype=torch.float64), *tensors])
 
     def told(self) -> Any:
         """Return what ``take`` takes: the state of the objects, of rank 0 alone."""
@@ -173,8 +221,9 @@ def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     """Whether this rank's values differ from rank 0's by more than rounding, which depends on memory's alignment."""
     wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))  # NumPy has no bfloat16
     first = torch.as_tensor(comm.broadcast(wide))
-    bound = 8 * num_steps * torch.finfo(parameter.dtype).eps * float(first.abs().nan_to_num(0, 0, 0).max())
-    return not torch.allclose(wide, first, rtol=0, atol=bound, equal_nan=True)
+    eps = 0 if not (parameter.is_floating_point() or parameter.is_complex()) else torch.finfo(parameter.dtype).eps
+    bound = 8 * num_steps * eps * float(first.abs().nan_to_num(0, 0, 0).max())
+    return wide.shape != first.shape or not torch.allclose(wide, first, rtol=0, atol=bound, equal_nan=True)
 
 
 def left_out_of(optimizer: Any) -> dict[str, Any]:

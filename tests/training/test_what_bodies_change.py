@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,8 +125,28 @@ def test_copies_of_which_one_is_no_number_are_apart(subtests: Any, shared_runtim
             for _ in range(31):
                 step(x, ([1.0, 1.0], [1.0, 1.0]))
             step(x, values)
-            with pytest.raises(ValueError, match="workers' copies of Linear differ in 'bias'"):
+            with pytest.raises(ValueError, match="workers' copies differ in 'bias' of Linear"):
                 step(x, values)
+
+
+def test_what_follows_the_rows_of_one_worker_is_told(subtests: Any, shared_runtimes: Any) -> None:
+    """Unless it was averaged."""
+
+    def follow(model: Any, scheduler: Any, x: Any, of: str, is_averaged: bool) -> None:
+        mean = synk.comm.all_reduce(x.mean(), "avg") if is_averaged else x.mean()
+        model.mean.lerp_(mean, 0.5) if of == "'mean' of Linear" else scheduler.step(mean)
+
+    for of, is_averaged in itertools.product(("'mean' of Linear", "the state of ReduceLROnPlateau"), (True, False)):
+        with subtests.test(of=of, is_averaged=is_averaged):
+            model = torch.nn.Linear(5, 2)
+            model.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
+            rep = synk.torch.replicate(model, scheduler, runtime=shared_runtimes[2])
+            step = rep.function(follow, bcast_inputs=("of", "is_averaged"), outputs=None)
+            told = contextlib.nullcontext() if is_averaged else pytest.raises(ValueError, match=f"differ in {of}")
+            step(batches(1)[0][0], of, is_averaged)
+            with told:
+                step(batches(1)[0][0], of, is_averaged)
 
 
 def test_odd_parameters_and_a_call_that_was_not_sent(shared_runtimes: Any) -> None:
