@@ -354,7 +354,7 @@ def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
     """
     own = torch.as_tensor(count, dtype=torch.float64)
     everything = own if comm.world_size == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
-    return total * (comm.total_rows / comm.rows / float(everything))
+    return total * (comm.total_rows / comm.rows) / float(everything)  # of no items NaN, as in torch
 
 
 def total(value: torch.Tensor) -> torch.Tensor:

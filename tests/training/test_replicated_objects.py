@@ -240,6 +240,8 @@ def test_an_evaluation_changes_nothing(shared_runtimes: Any) -> None:
         write(x)
     rep.push()
     assert torch.equal(evaluate(x), expected)
+    of_none = rep.function(lambda model, x: synk.torch.mean(0 * x.sum(), 0), trains=False, outputs="avg")
+    assert torch.isnan(of_none(x))
 
 
 def test_pull_and_push_change_nothing(shared_runtimes: Any) -> None:
