@@ -12,7 +12,6 @@ file because packing and forgetting must be read together.
 
 from __future__ import annotations
 
-import enum
 import io
 import pickle
 import sys
@@ -634,8 +633,7 @@ def _imported_facet(located: Located, defaults: dict[str, Any]) -> Facet:
     read = made.read
 
     def own() -> dict[Any, Any]:
-        now = {k: v for k, v in read().items() if k in (*FUNCTION_PARTS, "__bases__") or not _is_dunder(k, v)}
-        return {k: v for k, v in now.items() if not _is_of_enum(obj, k, v)} if isinstance(obj, enum.EnumMeta) else now
+        return {k: v for k, v in read().items() if k in (*FUNCTION_PARTS, "__bases__") or not _is_dunder(k, v)}
 
     facet = _Imported(obj, made.kind, own, {})
     told = {**defaults, "__code__": first_code_of(obj)} if isinstance(obj, types.FunctionType) else {}
@@ -651,11 +649,6 @@ def _is_dunder(key: Any, value: Any) -> bool:
     if not (isinstance(key, str) and key.startswith("__") and key.endswith("__")):
         return False
     return not isinstance(value, types.FunctionType)
-
-
-def _is_of_enum(cls: type, key: str, value: Any) -> bool:
-    """Whether an attribute of an enum is one of its members or made with them, which nothing can change."""
-    return (key[0] == key[-1] == "_") or isinstance(value, (cls, types.DynamicClassAttribute))
 
 
 def _unbind(facet: Facet, ids: Container[int]) -> int:
