@@ -422,8 +422,7 @@ class Pool:
                 self._end_late()
             self._take(self._seconds(deadline))
         for rank in self._leaving:
-            engine.processes.bury(engine.by_rank[rank])
-            engine.has_dead, engine.all_ready = True, False
+            engine.bury(engine.by_rank[rank])
             engine.forgive(rank)
         self._leaving.clear()
         self.is_open = False

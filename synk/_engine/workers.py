@@ -344,8 +344,7 @@ class Workers:
         for worker in ended:
             while self._file(worker):
                 pass
-            self.processes.bury(worker)
-            self.has_dead, self.all_ready = True, False
+            self.bury(worker)
             if not any(worker.rank in each.pending for each in self.flight.values()):
                 self._unreported[worker.rank] = f"ended with {worker.process.exit_text} while idle"
         if is_woken:
@@ -494,20 +493,22 @@ class Workers:
                 for worker in ended:
                     self._hear_out(worker, sync, silent)
                     silent.pop(worker.rank, None)
-                    self._note_death(worker)
+                    self.bury(worker)
                 if time.monotonic() >= repeat_at:  # the user's code may have swallowed the first signal
                     repeat_at = math.inf
                     for worker in silent.values():
                         worker.process.interrupt()
             for worker in silent.values():
-                self._note_death(worker)
+                self.bury(worker)
             self.on_idle()
             if num_interrupts > 1:
                 self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
 
-    def _note_death(self, worker: Worker) -> None:
+    def bury(self, worker: Worker) -> None:
+        """End a rank's process. It is noted first: the handler of a signal may raise before the process is buried."""
+        worker.is_dead = self.has_dead = True
+        self.all_ready = False
         self.processes.bury(worker)
-        self.has_dead, self.all_ready = True, False
 
     def _hear_out(self, worker: Worker, sync: int, silent: dict[int, Worker]) -> None:
         while len(data := worker.link.read(wire.REPLY.size)) == wire.REPLY.size:
@@ -542,10 +543,24 @@ class Workers:
                     continue
                 left = min(limit, math.inf if deadline is None else deadline, now + START_TIMEOUT_S / 4) - now
                 if events := self.processes.wait(left, awake=False):
-                    with deferred():  # a hello that is read and not filed would never come again
+                    with deferred(), self._without_silent(waiting):
                         self._take_hellos(events)
             self.greet_all()
         self.greet_all()
+
+    @contextlib.contextmanager
+    def _without_silent(self, starting: Sequence[Worker]) -> Iterator[None]:
+        """Bury ranks whose hello may have been read and not filed, and would never come again: a handler has raised."""
+        try:
+            yield
+        except SynkError:
+            raise
+        except BaseException:
+            for worker in starting:
+                if worker.hello is None and not worker.is_dead:
+                    self.forgive(worker.rank)
+                    self.bury(worker)
+            raise
 
     def greet_all(self) -> None:
         """Take in the hellos that have come, and note whether all ranks are up."""
@@ -597,7 +612,7 @@ class Workers:
         stuck = [worker for worker in waiting if self._last_sign([worker]) <= latest]
         ranks = {worker.rank for worker in stuck}
         for worker in stuck:
-            self._note_death(worker)
+            self.bury(worker)
             self._unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its last sign of life, was killed,"
         if self.max_restarts == 0 or ranks & self._once_stuck:
             tails = "\n".join(["", *stderr_tails(stuck, 0.0)])

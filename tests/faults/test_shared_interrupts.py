@@ -234,3 +234,23 @@ def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> N
         copy_into(target, source)
     assert threading.active_count() == 1
     np.testing.assert_array_equal(target, source)
+
+
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_a_handler_that_raises_at_any_point_of_a_death_and_a_start_loses_no_rank(reused: Fork, is_whole: bool) -> None:
+    """One whose death nobody has noted, or whose hello was read and lost, would be waited for."""
+    rt, before = reused(2), signal.signal(signal.SIGUSR1, raise_time_is_over)
+    total, step = rt.function(lambda x: x.sum(), outputs="sum"), 1 if is_whole else 3
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for file in ("processes", "workers"):
+                at = InterruptAt(-1, signal.SIGUSR1, f"synk/_engine/{file}.py")
+                while at.nth <= at.count:
+                    at = InterruptAt(at.nth + step, signal.SIGUSR1, at.within)
+                    kill_and_wait(pids(rt)[at.nth % 2])
+                    with contextlib.suppress(TimeIsOver), at:
+                        total(np.ones(4))
+                    assert total(np.ones(4), timeout=40) == 4.0, f"after point {at.nth} of {file}"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
