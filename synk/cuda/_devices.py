@@ -10,10 +10,10 @@ import functools
 import os
 import uuid
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from synk._pure.environment import imported_late
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
@@ -156,7 +156,7 @@ def explain_absence(gpus: Gpus, *, has_cupy: bool) -> str:
 
 
 def _is_installed(distribution: str) -> bool:
-    return any(metadata.distributions(name=distribution))
+    return any(imported_late("importlib.metadata").distributions(name=distribution))
 
 
 def _peer_line(devices: Sequence[Device]) -> str:

@@ -352,8 +352,10 @@ def test_D4_a_handler_raises_while_something_is_pickled(
     @dataclasses.dataclass
     class Batch:
         rows: Any
+        count: int = dataclasses.field(init=False)
 
         def __post_init__(self) -> None:
+            self.count = len(self.rows)
             Struck().__reduce__()
 
     rt, strikes, held = reused(2), list[bool](), dict[str, Any]()
