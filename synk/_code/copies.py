@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from synk._code.facets import Facet, State
 from synk._code.modules import is_of_program
@@ -61,6 +62,7 @@ def is_made_by_own_code(node: Node) -> bool:
 def _held_by(*facets: Facet) -> set[int]:
     """Return the ids of the objects that facets mention. The containers in a recipe are copies: it looks into them."""
     found: set[int] = set()
+    met: dict[int, Any] = {}  # by id: a container may hold itself
     for facet in facets:
         told = getattr(facet, "told", None)
         inner = (tuple, list, set, dict) if isinstance(facet, State) else (tuple,)
@@ -68,9 +70,9 @@ def _held_by(*facets: Facet) -> set[int]:
         while pending:
             parts = pending.pop()
             found.update(map(id, parts))
-            pending += [
-                (*each, *each.values()) if type(each) is dict else each for each in parts if type(each) in inner
-            ]
+            new = {id(each): each for each in parts if type(each) in inner and id(each) not in met}
+            met.update(new)
+            pending += [(*each, *each.values()) if type(each) is dict else each for each in new.values()]
     return found
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import Counter, UserDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -638,7 +638,7 @@ def another_thread() -> Iterator[None]:
         thread.join()
 
 
-def run_seeds(seeds: range, runtime_of: Callable[[int], Any]) -> list[str]:
+def run_seeds(seeds: Iterable[int], runtime_of: Callable[[int], Any]) -> list[str]:
     """Run the programs of many seeds; return the reports of those that went wrong, at most ten."""
     failures: list[str] = []
     for seed in seeds:
