@@ -390,7 +390,7 @@ class Session(Engine):
         """Start new workers, which know nothing. No call is in flight."""
         self.functions.begin_anew()
         for worker in self.by_rank:
-            self.processes.bury(worker)
+            self.bury(worker)
         self.start_again(self.by_rank)
 
     def distribute(self) -> None:

@@ -709,7 +709,7 @@ class Workers:
             for worker in replied:
                 worker.link.read(wire.REPLY.size)
             for worker in ended:
-                self.processes.bury(worker)
+                self.bury(worker)
                 left.discard(worker.rank)
             if is_woken:
                 self.processes.drain_wake()

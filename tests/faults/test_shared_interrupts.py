@@ -244,13 +244,14 @@ def test_a_handler_that_raises_at_any_point_of_a_death_and_a_start_loses_no_rank
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            for file in ("processes", "workers"):
+            for file, is_restart in (("processes", False), ("workers", False), ("processes", True)):
                 at = InterruptAt(-1, signal.SIGUSR1, f"synk/_engine/{file}.py")
                 while at.nth <= at.count:
                     at = InterruptAt(at.nth + step, signal.SIGUSR1, at.within)
-                    kill_and_wait(pids(rt)[at.nth % 2])
+                    if not is_restart:
+                        kill_and_wait(pids(rt)[at.nth % 2])
                     with contextlib.suppress(TimeIsOver), at:
-                        total(np.ones(4))
+                        rt.restart() if is_restart else total(np.ones(4))
                     assert total(np.ones(4), timeout=40) == 4.0, f"after point {at.nth} of {file}"
     finally:
         signal.signal(signal.SIGUSR1, before)
