@@ -74,7 +74,7 @@ def trace(path: Path) -> Iterator[None]:
     """
     refuse_inside_worker("trace calls")
     from synk._api.current import current
-    from synk._engine.trace import Tracer
+    from synk._engine.profile import Tracer
 
     runtime = current()
     session = runtime._session
@@ -124,7 +124,7 @@ def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None 
     >>> len(stats), any(name == "sort" for _, _, name in stats[0].stats)
     (2, True)
     """
-    from synk._wire.profiled import Profiled, stats_of
+    from synk._wire.replayed import Profiled, stats_of
 
     if function._callee.options["updates"]:
         raise UnsupportedError(

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from synk._api.plain_copy import copied
+from synk._api.plain import copied
 from synk._code.modules import CELLS, PARTS, WRAPPERS, imported_in, is_users_module, reads_in, users_code
 from synk._pure.tensors import array_of, is_plain, is_tensor
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 from synk._wire.parcels import CACHED, is_by_reference, reduced
 
 _OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__", "__annotations__"}

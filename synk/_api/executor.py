@@ -34,7 +34,7 @@ from synk._engine.jobs import MapJob
 from synk._engine.tasks import Task, Tasks
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
-from synk._wire.descriptors import Descriptor, eventfd
+from synk._wire.mapping import Descriptor, eventfd
 from synk.errors import ClosedError, ReentrancyError
 
 R = TypeVar("R")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from synk._api.comparison import Tolerance
+from synk._engine.rows import CallOptions
 from synk._processes.output import warn_at_users_line
-from synk._pure.call_options import CallOptions
-from synk._pure.comparison import Tolerance
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 
 verified: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions whose functions are verified at their first calls: those of ``synk.fork(check=True)``."""

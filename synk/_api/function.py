@@ -15,14 +15,14 @@ from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options
 from synk._api.repeat import call_repeatedly, check_repeats
 from synk._api.serial import call_serially
-from synk._code.handles import FunctionHandle
+from synk._code.parcels import FunctionHandle
+from synk._engine.argument import OPTION_NAMES
 from synk._engine.callee import Callee
 from synk._engine.function import PLAIN, run, submit
 from synk._engine.jobs import length_of
 from synk._engine.pending import PendingCall
+from synk._engine.rows import CallOptions
 from synk._engine.session import Session
-from synk._engine.signature import OPTION_NAMES
-from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import Results, outline, verb
@@ -311,8 +311,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         output  op   equal  largest difference  would match
         result  avg  NO     7.5e+00             sum
         """
+        from synk._api.comparison import Tolerance
         from synk._api.verify import verify
-        from synk._pure.comparison import Tolerance
 
         for name in {"rtol", "atol"} & set(self._callee.signature.names):
             if (rtol if name == "rtol" else atol) is not None:
@@ -442,7 +442,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     @verb
     def _streamed(self, submit: Callable[..., Any], batches: Iterable[Any], progress: bool) -> Iterator[Any]:
         """Do what :meth:`stream` does, by the ``submit`` of this function or of an object that wraps it."""
-        from synk._api.progress import progress_bar, with_progress
+        from synk._api.mapping import progress_bar, with_progress
         from synk._api.stream import arguments, stream
 
         refuse_inside_worker(f"stream {self.__name__!r}")

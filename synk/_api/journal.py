@@ -20,7 +20,7 @@ from typing import Any
 
 from synk._api.digest import ItemDigests, Undigested, digests_of
 from synk._engine.jobs import is_failure
-from synk._pure.texts import short_repr, text_of
+from synk._pure.words import short_repr, text_of
 from synk.errors import ItemError
 
 Pairs = Generator[tuple[int, Any], None, None]

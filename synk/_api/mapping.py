@@ -1,4 +1,4 @@
-"""A map of a plain function over items."""
+"""A map of a plain function over items, with a bar by tqdm and a summary if ``progress=True``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from synk._api.journal import Journal, Pairs, journaled_items
 from synk._api.options import is_integer, name_of
-from synk._api.progress import progress_bar, with_progress
 from synk._api.replay import recorded_items, replay_folder
-from synk._code.handles import FunctionHandle
+from synk._code.parcels import FunctionHandle
 from synk._engine.callee import Callee
 from synk._engine.chunks import PoolStats, Rules
 from synk._engine.jobs import MapJob, is_failure, length_of
@@ -22,7 +22,49 @@ from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.items import call_with
+from synk._wire.messages import call_with
+
+
+def progress_bar(name: str, length: int) -> Any:
+    """Return a bar. ``length`` is 0 if the number of results is unknown.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If tqdm is not installed.
+    """
+    try:
+        from tqdm.auto import tqdm
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"cannot show the progress of {name!r}: got no module {error.name!r}, expected tqdm. Install it by "
+            'pip install "synkhronos[progress]", or pass progress=False.',
+            name=error.name,
+        ) from None
+    return tqdm(desc=name, total=length or None)
+
+
+def with_progress(outcomes: Iterator[Any], bar: Any, stats: PoolStats | None = None) -> Iterator[Any]:
+    """Yield the outcomes, each counted by the bar. At the end of a map, which has ``stats``, comes a summary, also if
+    an exception ends it.
+    """
+    failed = 0
+    try:
+        for outcome in outcomes:
+            if is_failure(outcome):
+                failed += 1
+                bar.set_postfix(failed=failed, refresh=False)
+            bar.update()
+            yield outcome
+    finally:
+        bar.close()
+        if stats is not None:
+            slowest = ", ".join(f"{number} ({seconds:.2g} s)" for seconds, number in stats.slowest)
+            bar.write(
+                f"{bar.desc}: {bar.n - failed} done, {failed} failed. Workers: {stats.deaths} died, {stats.replaced} "
+                "replaced." + (f" Slowest items: {slowest}." if slowest else ""),
+                file=sys.stderr,
+            )
 
 
 def map_items(

@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._api.plain import ScatteredArguments
-from synk._api.plain_copy import NotComparable, copied
-from synk._api.runs import Runs, are_same, outputs_of
+from synk._api.comparison import (
+    MISSING,
+    SINGLE,
+    Runs,
+    Tolerance,
+    are_same,
+    are_single,
+    combine,
+    fitting_ops,
+    measured,
+    outputs_of,
+)
+from synk._api.plain import NotComparable, ScatteredArguments, copied
 from synk._engine.data import Data
+from synk._engine.rows import CallOptions
 from synk._processes.output import warn_at_users_line
-from synk._pure.call_options import CallOptions
-from synk._pure.comparison import MISSING, SINGLE, Tolerance, are_single, combine, fitting_ops, measured
 from synk._pure.ops import OPS
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.trees import flatten

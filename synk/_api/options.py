@@ -11,8 +11,8 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from synk._engine.resident import Resident
+from synk._engine.rows import CallOptions
 from synk._engine.shared import Shared
-from synk._pure.call_options import CallOptions
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.output_ops import DEFAULT_OP, each_op

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 from synk._api.composed import Composed
 from synk._api.function import Function
 from synk._api.options import OPTIONS
-from synk._api.plain_copy import ByReference, CodePickler
+from synk._api.plain import ByReference, CodePickler
 from synk._api.runtime import Runtime
 from synk._code.captured import unsendable
-from synk._code.handles import Handle
+from synk._code.parcels import Handle
 from synk._engine.resident import Resident
 from synk._engine.shared import Shared
 from synk._pure import files
-from synk._pure.texts import text_of
 from synk._pure.tracebacks import verb
-from synk._pure.words import no_attribute
+from synk._pure.words import no_attribute, text_of
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.parcels import dumps
 from synk.errors import SerializationError

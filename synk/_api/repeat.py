@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from synk._api.options import is_integer
-from synk._pure.call_options import CallOptions
+from synk._engine.rows import CallOptions
 from synk._wire.apart import Again
 
 

@@ -21,20 +21,19 @@ from typing import Any
 
 import numpy as np
 
+from synk._api.comparison import leave_out
 from synk._api.options import name_of
-from synk._api.plain import in_framework
-from synk._api.plain_copy import ByReference, CodePickler
-from synk._api.runs import leave_out
+from synk._api.plain import ByReference, CodePickler, in_framework
 from synk._engine.jobs import is_failure
+from synk._engine.rows import CallOptions
 from synk._engine.shared import Shared
 from synk._processes.output import report
 from synk._pure import files
-from synk._pure.call_options import CallOptions
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import waiting
-from synk._pure.texts import text_of
 from synk._pure.tracebacks import verb
 from synk._pure.trees import flatten, unflatten
+from synk._pure.words import text_of
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.parcels import dumps
 from synk._wire.replayed import Noted, ReplayedRank, Taken

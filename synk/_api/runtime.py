@@ -30,9 +30,8 @@ from synk._pure.environment import check_platform
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tensors import num_torch_threads
-from synk._pure.texts import Text
 from synk._pure.tracebacks import verb
-from synk._pure.words import Hinting
+from synk._pure.words import Hinting, Text
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import ClosedError
 

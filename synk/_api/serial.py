@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from synk._engine import collectives
-from synk._engine.rows import closed_over_shards
+from synk._engine.rows import CallOptions, closed_over_shards
 from synk._engine.session import Session
 from synk._engine.shared import Shared
 from synk._engine.things import check_owner
-from synk._pure.call_options import CallOptions
 from synk._pure.nested import build, holds, is_nested, take_apart
 from synk._wire.apart import Whole, unassignable
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._engine.pending import PendingCall
-from synk._wire.control import NUM_LANES
+from synk._wire.orders import NUM_LANES
 from synk.errors import add_note
 
 

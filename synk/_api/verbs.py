@@ -13,8 +13,8 @@ import numpy as np
 from synk._api.current import current
 from synk._api.runtime import Runtime
 from synk._engine.profile import Profile
-from synk._pure.texts import Text
 from synk._pure.tracebacks import verb
+from synk._pure.words import Text
 from synk._version import __version__
 from synk._wire.cell import cell
 from synk.backends import BACKENDS, backend_module

@@ -13,23 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.plain import Failed, ScatteredArguments, call_plain
-from synk._api.plain_copy import NotComparable, PlainCopy, copied
-from synk._api.runs import Runs, are_same, leave_out, outputs_of
-from synk._pure.call_options import CallOptions
-from synk._pure.comparison import (
+from synk._api.comparison import (
     MISSING,
     SINGLE,
+    Runs,
     Tolerance,
+    are_same,
     are_single,
     combine,
     difference,
     fitting_ops,
     is_same,
+    leave_out,
+    outputs_of,
 )
+from synk._api.plain import Failed, NotComparable, PlainCopy, ScatteredArguments, call_plain, copied
+from synk._engine.rows import CallOptions
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.ops import OPS, Op
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 from synk._wire.apart import Quiet
 from synk.errors import SerializationError
 

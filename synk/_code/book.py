@@ -34,7 +34,6 @@ from synk._code.facets import (
     attributes,
     contents,
 )
-from synk._code.handles import Handle
 from synk._code.modules import (
     Located,
     first_code_of,
@@ -45,7 +44,7 @@ from synk._code.modules import (
     reached_from,
 )
 from synk._code.packing import Address, ComesApart, ComesFirst, PartsPickler, SharedBytes
-from synk._code.parcels import Host, Node, Parcel, Shelf, end_captures
+from synk._code.parcels import Handle, Host, Node, Parcel, Shelf, end_captures
 from synk._code.trees import Tree
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.tensors import is_tensor

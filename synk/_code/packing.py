@@ -33,9 +33,8 @@ from synk._code.facets import (
     recipe_of,
     table_of,
 )
-from synk._code.handles import FunctionHandle, Handle, HandlePickler
 from synk._code.modules import globals_in, imports_in, is_of_program, is_users_module, travels_by_name
-from synk._code.parcels import Node, Parcel, Shelf
+from synk._code.parcels import FunctionHandle, Handle, HandlePickler, Node, Parcel, Shelf
 from synk._code.trees import Tree, plain_facet, walk
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up

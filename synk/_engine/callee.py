@@ -17,14 +17,12 @@ from typing import Any
 
 from synk._code.book import Book
 from synk._code.capture import Capture, Watch
-from synk._code.captured import Referred, Restless, captured_in, check_captured, check_optimizers, referred_in
-from synk._code.culprits import dearest
-from synk._code.handles import FunctionHandle
+from synk._code.captured import Referred, Restless, captured_in, check_captured, check_optimizers, dearest, referred_in
 from synk._code.modules import is_of_program, is_users_module
-from synk._engine.ledger import Record
-from synk._engine.repeated import Repeated
+from synk._code.parcels import FunctionHandle
+from synk._engine.argument import Signature
+from synk._engine.ledger import Record, Repeated
 from synk._engine.resident import Resident
-from synk._engine.signature import Signature
 from synk._engine.things import check_owner
 from synk._processes.output import warn_at_users_line
 from synk._pure.output_ops import ops_of

@@ -3,11 +3,16 @@
 The book (``synk._code``) compares and packs. Here is what becomes of its parcels: each rank is told those that
 it lacks, in their order, with whatever message comes next. They count as settled once the ranks of a message that
 brought them have taken it in; until then nothing else is packed.
+
+A function of maps is sent only once. One that a module holds under its name is remembered as long as that is so. Any
+other is forgotten with the last map of it, and what it captured is freed then.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +21,46 @@ from typing import Any
 from synk._code.book import Book
 from synk._code.captured import unsendable
 from synk._code.parcels import Parcel
-from synk._engine.mapped import MappedFunctions
 from synk._engine.things import Thing
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 from synk.errors import SynkError
+
+
+class MappedFunctions:
+    """What was made of functions that are mapped."""
+
+    def __init__(self) -> None:
+        self._living: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+        self._kept: dict[tuple[Any, ...], Any] = {}
+
+    def get(self, fn: Any, make: Callable[[], Any], *, is_spread: bool = False) -> Any:
+        """Return what was made for a function, or make it. Any thread may call it.
+
+        ``is_spread``: whether the function is called with several items as separate arguments.
+        """
+        self._kept = {key: (held, made) for key, (held, made) in list(self._kept.items()) if _is_in_module(held)}
+        # A method is a new object each time it is read. Equal ones belong to the same object.
+        is_method = type(fn) is types.MethodType
+        key = (id(fn.__self__), id(fn.__func__), is_spread) if is_method else (id(fn), is_spread)
+        made = self._living.get(key)
+        known = None if made is None else made.fn.args[0] if is_spread else made.fn
+        if made is None or not (known is fn or (is_method and known == fn)):  # else its module was loaded again
+            made = self._living[key] = make()
+        if _is_in_module(fn):
+            self._kept[key] = fn, made
+        return made
+
+    def clear(self) -> None:
+        self._living.clear()
+        self._kept.clear()
+
+
+def _is_in_module(fn: Any) -> bool:
+    """Whether a module holds a function under its name."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    return module is not None and vars(module).get(getattr(fn, "__qualname__", "")) is fn
+
 
 ON_RESTART = 0
 """The id of the function that replacement workers run."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._code.handles import Handle
+from synk._code.parcels import Handle
 from synk._engine.argument import NEW_NBYTES, Argument, Nest
 from synk._engine.data import Contents, Data
 from synk._engine.resident import Resident

@@ -12,9 +12,9 @@ from synk._engine.item_pickles import ArrayCopy
 from synk._engine.workers import Owed
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
-from synk._wire.descriptors import Descriptor
-from synk._wire.looks import ItemsOrder
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import PAGE_NBYTES, Segment
+from synk._wire.messages import ItemsOrder
 from synk.errors import CallCancelled, SynkError
 
 AIM_NS = 20_000_000

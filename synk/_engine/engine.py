@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine.captures import Functions
-from synk._engine.device_values import check_not_lost
+from synk._engine.devices import check_not_lost
 from synk._engine.failures import rebuild
 from synk._engine.lanes import Joint, Lane
 from synk._engine.ledger import Transfer
@@ -29,14 +29,12 @@ from synk._engine.things import Living, Once, Thing
 from synk._engine.variables import Variable
 from synk._engine.workers import Owed, Workers
 from synk._pure.interrupts import deferred
-from synk._pure.places import nbytes_in_place
-from synk._pure.ranges import round_up
+from synk._pure.ranges import nbytes_in_place, round_up
 from synk._wire import orders as wire
-from synk._wire.control import NUM_LANES, Down
-from synk._wire.descriptors import Descriptor
-from synk._wire.looks import ON_DEVICE, News
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
-from synk._wire.residents import COUNTED
+from synk._wire.messages import COUNTED, ON_DEVICE, News
+from synk._wire.orders import NUM_LANES, Down
 from synk.errors import (
     CallCancelled,
     CallTimeout,

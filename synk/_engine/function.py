@@ -12,9 +12,8 @@ from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, keep
 from synk._engine.residents import ResidentObject
-from synk._engine.rows import divided
+from synk._engine.rows import CallOptions, divided
 from synk._engine.session import Session
-from synk._pure.call_options import CallOptions
 from synk._pure.ops import EACH
 
 PLAIN = CallOptions()

@@ -13,7 +13,7 @@ from synk._rank import failpoints as _failpoints
 from synk._rank.loop import hello_of, open_rank
 from synk._wire import orders as wire
 from synk._wire.cell import cell
-from synk._wire.descriptors import Descriptor, owned
+from synk._wire.mapping import Descriptor, owned
 from synk._wire.memory import Segment
 
 

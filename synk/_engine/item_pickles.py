@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from synk._code.handles import HandlePickler
+from synk._code.parcels import HandlePickler
 from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
 from synk._wire.classes import by_word
 from synk._wire.file_maps import recipe_of_map
-from synk._wire.items import array_in_pickle, array_in_segment, fill_class_of_item
 from synk._wire.memory import Segment
+from synk._wire.messages import array_in_pickle, array_in_segment, fill_class_of_item
 from synk.errors import SharedMemoryError
 
 LARGE_NBYTES = 1 << 20

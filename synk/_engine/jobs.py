@@ -25,8 +25,8 @@ from synk._engine.pool import Pool
 from synk._engine.session import refuse_limit
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.texts import message_of, short_repr, text_of
-from synk._wire.looks import ITEM_BITS
+from synk._pure.words import message_of, short_repr, text_of
+from synk._wire.messages import ITEM_BITS
 from synk.errors import ItemError, RemoteError, SerializationError, SynkError
 
 _MOST = (1 << ITEM_BITS) - 1

@@ -25,11 +25,10 @@ from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.table_outputs import combined
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor, tensor_of
-from synk._pure.texts import text_of
 from synk._pure.trees import flatten, output_names, unflatten
-from synk._wire.looks import Layout, Share
+from synk._pure.words import text_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, Leaf
+from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Share
 from synk.errors import CollectiveMismatch, SerializationError, add_note
 
 _MAX_SHARES = 8

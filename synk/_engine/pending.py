@@ -1,20 +1,50 @@
-"""The future of a submitted call: how a user asks for its outcome."""
+"""The future of a submitted call: how a user, or asyncio, waits for its outcome."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import select
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 from synk._engine.engine import Call
-from synk._pure.arrivals import wait_readable
 from synk._pure.limits import as_seconds
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk.errors import CallCancelled, ClosedError
+
+_LONGEST_S = 0.1
+
+
+async def wait_readable(descriptors: Callable[[], Iterable[int]]) -> None:
+    """Return when one of some descriptors is readable, or after a short time, since descriptors may be replaced.
+
+    An event loop knows each descriptor once, but several tasks may wait for the same ones. So each task gives the loop
+    an ``epoll`` of its own.
+    """
+    import asyncio  # takes 30 ms, and the caller already has it
+
+    loop = asyncio.get_running_loop()
+    arrived = loop.create_future()
+    with contextlib.closing(select.epoll()) as waiting:
+        for fd in descriptors():
+            with contextlib.suppress(OSError):  # another thread closed it: its worker is replaced
+                waiting.register(fd, select.EPOLLIN)
+        loop.add_reader(waiting.fileno(), _note, arrived)
+        try:
+            await asyncio.wait([arrived], timeout=_LONGEST_S)
+        finally:
+            loop.remove_reader(waiting.fileno())
+
+
+def _note(arrived: Any) -> None:
+    if not arrived.done():
+        arrived.set_result(None)
+
 
 R = TypeVar("R")
 """What the function returns."""

@@ -13,11 +13,9 @@ from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
 from synk._pure.arrays import copy_into
-from synk._pure.places import places_of, put_in_place
-from synk._pure.ranges import round_up
-from synk._wire.looks import Look
+from synk._pure.ranges import places_of, put_in_place, round_up
 from synk._wire.memory import Segment
-from synk._wire.messages import Input
+from synk._wire.messages import Input, Look
 
 MAX_PLANS = 64
 _LARGE = 1 << 16

@@ -24,8 +24,8 @@ from synk._engine.things import Once
 from synk._engine.workers import GRACE_S
 from synk._pure.interrupts import holding
 from synk._wire import orders as wire
-from synk._wire.control import Down, Up
-from synk._wire.looks import ITEM_BITS
+from synk._wire.messages import ITEM_BITS
+from synk._wire.orders import Down, Up
 from synk.errors import CallCancelled, CallTimeout, WorkerDied, add_note
 
 LONG_NS = 200_000_000

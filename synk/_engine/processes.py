@@ -16,9 +16,9 @@ from synk._processes.program import ARMED, setup_message, startup_text
 from synk._pure.environment import spin_s
 from synk._pure.interrupts import LOOK_S, deferred, waiting
 from synk._pure.limits import poll_ms
-from synk._wire.control import Down, control_blocks, control_nbytes
-from synk._wire.descriptors import NONE, Descriptor, eventfd
+from synk._wire.mapping import NONE, Descriptor, eventfd
 from synk._wire.memory import Segment
+from synk._wire.orders import Down, control_blocks, control_nbytes
 from synk._wire.patience import Patience
 from synk.errors import StartupError
 
@@ -77,7 +77,7 @@ class Processes:
     ----------
     by_rank : list of Worker
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
-        The words of lane 0; see ``synk._wire.control``.
+        The words of lane 0; see ``synk._wire.orders``.
     is_inline : bool
     events : callable
         Returns what has happened, without waiting.

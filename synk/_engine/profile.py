@@ -1,16 +1,90 @@
-"""The table of all calls that ``synk.profile()`` returns: how the ledger is shown."""
+"""What ``synk.profile()`` returns: the table of all calls, and which change of the program would save what. Traces.
+
+The advice follows from the bytes, messages and seconds that the ledger holds. A trace says when each call was prepared,
+run and put together, in the program and on each rank. Its format is that of ``chrome://tracing`` and
+https://ui.perfetto.dev ("Trace Event Format", Google, 2016).
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
-from synk._engine.advice import advice
 from synk._engine.ledger import RankTotal, Record, TransferTotal
 from synk._pure.ranges import round_up
-from synk._pure.texts import Text
-from synk._pure.words import Hinting
+from synk._pure.words import Hinting, Text
+from synk._wire.spans import Span
+
+_NUM_LINES = 5
+_LEAST_CALLS = 10
+_LEAST_NBYTES = 1 << 20
+_CHUNK_NS = 20_000_000
+"""How long a chunk of items should take."""
+
+_FACTOR = 10
+"""How many times the rows in a call."""
+
+_KEPT = {
+    "staged": "pass {!r} as synk.data if it stays the same",
+    "pickled": "keep {!r} in synk.resident if it stays the same",
+}
+
+Change = tuple[float, str]
+"""The seconds that a change saves, and the line about it."""
+
+
+def advice(records: dict[str, Record]) -> Text:
+    """Return at most five lines, the change that saves most first."""
+    changes = [change for title, record in records.items() for change in _of_function(title, record)]
+    changes += _fewer_workers([each for each in records.values() if not each.num_chunks])
+    lines = [line for _, line in sorted(changes, reverse=True)[:_NUM_LINES]]
+    return Text("\n".join(lines) or "No change stands out in what was measured.")
+
+
+def _of_function(title: str, record: Record) -> Iterator[Change]:
+    """Yield the changes of the calls, or the maps, of one function."""
+    calls, chunks, way_s = record.num_calls, record.num_chunks, record.way_ns / 1e9
+    if chunks:
+        size = max(_CHUNK_NS * calls // max(record.function_ns, 1), 1)
+        saved = chunks - math.ceil(calls / size)
+        if saved >= chunks / 2 and chunks >= _LEAST_CALLS:
+            cure = f"leave batch_size= out, or pass batch_size={size}"
+            yield _change(title, cure, f"{2 * saved} of {2 * chunks} messages", way_s * saved / chunks)
+        return
+    for each in record.totals(title):
+        nbytes = each.nbytes * (each.calls - 1) // max(each.calls, 1)
+        if each.kind in _KEPT and each.calls >= _LEAST_CALLS and nbytes >= _LEAST_NBYTES:
+            yield _change(title, _KEPT[each.kind].format(each.argument), f"{nbytes / 1e6:.1f} MB", each.seconds)
+    if calls >= _LEAST_CALLS and way_s > record.function_ns / 1e9:
+        messages, share = 2 * sum(each.calls for each in record.rank_totals(title)), 1 - 1 / _FACTOR
+        cure = f"give each call {_FACTOR} times the rows, or use repeat"
+        yield _change(title, cure, f"{messages * share:.0f} of {messages} messages", way_s * share)
+
+
+def _fewer_workers(records: list[Record]) -> Iterator[Change]:
+    """Yield the advice to fork fewer workers, if messages to them cost more than they save.
+
+    With ``n`` workers all work takes ``work / n``, and the messages take ``n * way``.
+    """
+    totals = [each for record in records for each in record.rank_totals("")]
+    messages, num_ranks = 2 * sum(each.calls for each in totals), len({each.rank for each in totals})
+    work_s = sum(each.function_s - each.wait_s for each in totals)
+    way_s = sum(record.way_ns for record in records) / 1e9 / max(num_ranks, 1)
+    best = max(round(math.sqrt(work_s / max(way_s, 1e-9))), 1)
+    if best <= num_ranks / 2 and messages >= 2 * _LEAST_CALLS:
+        saved = f"{messages * (num_ranks - best) // num_ranks} of {messages} messages"
+        seconds = (num_ranks - best) * way_s - work_s / best + work_s / num_ranks
+        yield _change("all functions", f"fork({best})", saved, seconds)
+
+
+def _change(title: str, cure: str, saved: str, seconds: float) -> Change:
+    return seconds, f"{title}: {cure}: saves {saved}" + (f", about {seconds:.2g} s." if seconds else ".")
+
 
 _SHOWN_NBYTES = 1 << 16
 """An argument of at least this size, in all calls together, is shown in the table."""
@@ -194,3 +268,78 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
         f"{row[0]:<{max(first, 8) + 2}}" + "".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))
         for row in rows
     )
+
+
+MOST_EVENTS = 1_000_000
+"""How many events are kept: the last ones."""
+
+
+class Tracer:
+    """Records what happens from its creation on.
+
+    Parameters
+    ----------
+    world_size : int
+    began_ns : int
+        Times in the file count from it.
+    """
+
+    def __init__(self, world_size: int, began_ns: int) -> None:
+        self._world_size, self._began_ns = world_size, began_ns
+        self._events: deque[tuple[int, str, str, int, int, dict[str, Any]]] = deque(maxlen=MOST_EVENTS)
+        self._ends: dict[int, int] = {}
+        self.spans: dict[int, Sequence[Span]] = {}
+        """By process: 0 is the program, 1 + r is rank r."""
+
+    def note(self, call: Any) -> None:
+        """Add a call that has ended."""
+        now = time.monotonic_ns()
+        started = max(call.started_ns, self._ends.get(call.lane.index, 0))  # it may have waited for its lane
+        self._ends[call.lane.index] = now
+        name, number = call.callee.name, call.number
+        lane = f"lane {call.lane.index}"
+        sent = call.sent_ns or now
+        self._add(0, lane, f"stage {name}", started, sent, call=number, bytes=call.nbytes)
+        if call.error is not None:
+            self._add(0, lane, type(call.error).__name__, sent, now, call=number)
+            return
+        self._add(0, lane, f"wait {name}", sent, call.heard_ns, call=number)
+        self._add(0, lane, f"assemble {name}", call.heard_ns, now, call=number)
+        for rank, (_, _, (received, began, ended, published, waited)) in call.replies.items():
+            self._add(1 + rank, lane, "receive", received, began, call=number)
+            self._add(1 + rank, lane, name, began, ended, call=number, waited_ms=waited / 1e6)
+            self._add(1 + rank, lane, "publish", ended, published, call=number)
+
+    def note_chunk(self, name: str, rank: int, num_items: int, began_ns: int, ended_ns: int) -> None:
+        """Add a chunk of a map."""
+        self._add(1 + rank, "lane 0", name, began_ns, ended_ns, items=num_items)
+
+    def _add(self, process: int, thread: str, name: str, began_ns: int, ended_ns: int, **about: Any) -> None:
+        self._events.append((process, thread, name, began_ns, ended_ns, about))
+
+    def write(self, file: BinaryIO) -> None:
+        """Write the file."""
+        threads: dict[tuple[int, str], int] = {}
+        events = [
+            {
+                "ph": "X", "name": name, "pid": process, "tid": threads.setdefault((process, thread), len(threads)),
+                "ts": (began - self._began_ns) / 1e3, "dur": max(ended - began, 0) / 1e3, "args": about,
+            }
+            for process, thread, name, began, ended, about in [*self._events, *self._own_spans()]
+        ]  # fmt: skip
+        for process in range(1 + self._world_size):
+            events.append(_named("process_name", process, 0, f"rank {process - 1}" if process else "program"))
+        events += [_named("thread_name", process, number, thread) for (process, thread), number in threads.items()]
+        file.write(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
+
+    def _own_spans(self) -> list[tuple[int, str, str, int, int, dict[str, Any]]]:
+        return [
+            (process, f"span {each.thread}", each.name, each.began_ns, each.ended_ns, {})
+            for process, spans in self.spans.items()
+            for each in spans
+            if each.began_ns >= self._began_ns
+        ]
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

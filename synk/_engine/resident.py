@@ -7,12 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from synk._code.handles import Handle
+from synk._code.parcels import Handle
 from synk._engine.residents import ResidentObject
 from synk._pure import files, plain_values
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.residents import resolve_resident
+from synk._wire.messages import resolve_resident
 
 
 class Resident(Handle):

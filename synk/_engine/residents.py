@@ -16,12 +16,12 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from synk._code.handles import HandlePickler
+from synk._code.parcels import HandlePickler
 from synk._engine.things import Living, Once, Thing
 from synk._pure.interrupts import raise_if_of_handler
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 from synk._wire.memory import Segment
-from synk._wire.residents import COUNTED, TORN, methods_of
+from synk._wire.messages import COUNTED, TORN, methods_of
 from synk.errors import SerializationError, WorkerDied, add_note
 
 

@@ -1,13 +1,13 @@
-"""Which rows a call uses, which ranks run it, and what the orders say about them."""
+"""Which rows a call uses, which ranks run it, and what the orders say about them; the options of one call."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from synk._engine.argument import Argument
-from synk._pure.call_options import CallOptions
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
 from synk._pure.shards import (
@@ -19,6 +19,28 @@ from synk._pure.shards import (
     shard_bounds,
 )
 from synk._wire import orders as wire
+
+
+@dataclass
+class CallOptions:
+    """The options of one call; see :class:`synk.Function`."""
+
+    batch: Any = None
+    num_slices: int = 1
+    output_subset: tuple[Any, ...] | None = None
+    timeout: float | None = None
+    num_ranks: int | None = None  # among how many ranks, the first ones, the rows are divided; None for all
+    is_submitted: bool = False
+
+    @property
+    def of_user(self) -> dict[str, Any]:
+        """The four that a user can give, to be passed on by name."""
+        return {
+            "batch": self.batch,
+            "num_slices": self.num_slices,
+            "output_subset": self.output_subset,
+            "timeout": self.timeout,
+        }
 
 
 class Shares(NamedTuple):

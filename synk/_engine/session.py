@@ -23,21 +23,20 @@ import numpy as np
 
 from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
-from synk._engine.device_values import DeviceValues
+from synk._engine.devices import GRACE_S as NCCL_GRACE_S
+from synk._engine.devices import DeviceValues, Group
 from synk._engine.engine import Engine
-from synk._engine.group import GRACE_S as NCCL_GRACE_S
-from synk._engine.group import Group
+from synk._engine.lanes import Lease, ResultPool, before_fork
 from synk._engine.pool import Pool
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
-from synk._engine.results import Lease, ResultPool, before_fork
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S, interrupted
 from synk._processes.output import warn_at_users_line
 from synk._processes.placement import Placement
 from synk._pure.interrupts import deferred, holding, waiting
 from synk._pure.limits import lock_s
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, is_inside_worker, refuse_inside_worker
 from synk._wire.memory import Segment

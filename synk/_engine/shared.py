@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._code.handles import Handle
+from synk._code.parcels import Handle
 from synk._engine import collectives
 from synk._engine.variables import Variable
 from synk._pure.read_only import read_only

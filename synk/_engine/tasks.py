@@ -11,8 +11,8 @@ from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Rules, waiting
 from synk._engine.jobs import Job
 from synk._pure.interrupts import raise_if_of_handler
-from synk._pure.texts import text_of
-from synk._wire.items import call
+from synk._pure.words import text_of
+from synk._wire.messages import call
 from synk.errors import CallCancelled, SerializationError
 
 

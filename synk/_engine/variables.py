@@ -20,8 +20,8 @@ from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.read_only import ordinary
 from synk._pure.shards import select_rows, shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
-from synk._wire.looks import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
 from synk._wire.memory import PAGE_NBYTES, Segment
+from synk._wire.messages import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
 from synk._wire.parcels import dumps
 from synk._wire.variables import Shapes, check_value, flatten_value, leaf_offsets, shapes_of
 

@@ -31,9 +31,9 @@ from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import deferred
 from synk._version import __version__
 from synk._wire import orders as wire
-from synk._wire.control import Down
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
+from synk._wire.orders import Down
 from synk._wire.parcels import dumps
 from synk._wire.settings import Reader
 from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, SynkError, WorkerDied

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 from synk._wire.cell import cell
-from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.logs import unpack_record
+from synk._wire.mapping import NONE, Descriptor
 
 _STDERR_LINES = 20
 _LINE_NBYTES = 1 << 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from synk._processes.output import warn_at_users_line
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 from synk.backends import backend_module
 from synk.backends._assignment import DeviceAssignment
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from synk._processes.placement import Placement
 from synk._wire.cell import WORKER_ARGUMENT, cell, is_frozen
-from synk._wire.descriptors import Descriptor
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import create_fd
 from synk.errors import StartupError
 

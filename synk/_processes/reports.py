@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from synk._wire.control import Phase, Up
+from synk._wire.orders import Phase, Up
 from synk.errors import WorkerDied
 
 _COMMUNICATION = os.path.join("synk", "communicators", "")

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from synk._processes.output import Output, Records
 from synk._processes.program import command, startup_text, write_setup
-from synk._wire.descriptors import NONE, owned, packet_pair, pipe
 from synk._wire.lifeline import Pulse
+from synk._wire.mapping import NONE, owned, packet_pair, pipe
 from synk._wire.orders import Link
 from synk.errors import StartupError
 

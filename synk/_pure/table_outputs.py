@@ -11,7 +11,7 @@ import numpy as np
 from synk._pure.ops import Op, Reduction
 from synk._pure.partials import SliceValues
 from synk._pure.tables import functions_for, is_table, kind_of, library_of, taken_rows
-from synk._pure.texts import text_of
+from synk._pure.words import text_of
 from synk.errors import CollectiveMismatch
 
 

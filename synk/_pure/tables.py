@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from synk._pure.interrupts import raise_if_of_handler
-from synk._pure.places import nbytes_in_place, put_in_place, taken_from_place
-from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._pure.texts import text_of
+from synk._pure.ranges import LINE_NBYTES, nbytes_in_place, put_in_place, round_up, taken_from_place
+from synk._pure.words import text_of
 
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
 _ROUNDING = 8

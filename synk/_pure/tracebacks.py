@@ -14,8 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from synk import errors
 from synk._pure.interrupts import holding
-from synk._pure.texts import message_of
-from synk._pure.words import explain
+from synk._pure.words import explain, message_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

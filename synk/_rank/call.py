@@ -13,20 +13,19 @@ from numpy.lib.array_utils import byte_bounds
 
 from synk._pure.exact import as_recarray
 from synk._pure.nested import build
-from synk._pure.places import taken_from_place
+from synk._pure.ranges import taken_from_place
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
-from synk._pure.texts import text_of
 from synk._pure.trees import flatten, unflatten
+from synk._pure.words import text_of
 from synk._rank import pages
 from synk._rank.outputs import Published, RankOutputs
 from synk._rank.slices import run_slices
 from synk._wire import orders as wire
 from synk._wire.file_maps import map_again
-from synk._wire.looks import Look
 from synk._wire.memory import Segment
-from synk._wire.messages import Input
+from synk._wire.messages import Input, Look
 from synk.errors import SerializationError
 
 

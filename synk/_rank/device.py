@@ -23,11 +23,10 @@ from synk._rank.outputs import Published, RankOutputs, RankReduction
 from synk._rank.rank import Answer, Rank
 from synk._rank.variables import Replica
 from synk._wire import orders as wire
-from synk._wire.control import Down, Up
-from synk._wire.descriptors import Descriptor
-from synk._wire.looks import ON_DEVICE, Share, spare_of
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
-from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, Leaf
+from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, ON_DEVICE, Leaf, Share, spare_of
+from synk._wire.orders import Down, Up
 from synk._wire.variables import Shapes, shapes_of
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.texts import short_repr, text_of
+from synk._pure.words import short_repr, text_of
+from synk._rank.failures import HostPickler
 from synk._rank.outputs import Published
-from synk._rank.pickling import HostPickler
 from synk._wire import orders as wire
-from synk._wire.control import Phase, Up
-from synk._wire.looks import ITEM_BITS, ItemsOrder
 from synk._wire.memory import Segment
+from synk._wire.messages import ITEM_BITS, ItemsOrder
+from synk._wire.orders import Phase, Up
 from synk.errors import SerializationError
 
 LARGE_NBYTES = 1 << 20

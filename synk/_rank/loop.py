@@ -15,16 +15,15 @@ import numpy as np
 
 from synk._rank import process
 from synk._rank.failpoints import arm
-from synk._rank.failures import pack_failure
-from synk._rank.pickling import dumps
+from synk._rank.failures import dumps, pack_failure
 from synk._rank.rank import Rank
 from synk._version import __version__
 from synk._wire import orders as wire
-from synk._wire.control import Up
-from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_program
 from synk._wire.logs import send_records
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
+from synk._wire.orders import Up
 from synk._wire.patience import Patience
 from synk.backends import backend_module
 from synk.errors import SharedMemoryError

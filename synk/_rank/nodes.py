@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 from synk._rank.functions import LoadedFunction
 from synk._rank.peers import AWAKE_S, Peers
-from synk._wire.control import Down
 from synk._wire.memory import Segment
+from synk._wire.orders import Down
 from synk.communicators._collectives import Collectives
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._two_level import TwoLevel

@@ -12,16 +12,15 @@ import numpy as np
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import REDUCTIONS
 from synk._pure.output_ops import match_ops, wanted_leaves
-from synk._pure.places import places_of
-from synk._pure.texts import text_of
+from synk._pure.ranges import places_of
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
+from synk._pure.words import text_of
+from synk._rank.failures import dumps
 from synk._rank.functions import LoadedFunction
-from synk._rank.pickling import dumps
 from synk._rank.values import take_whole, taken
 from synk._wire import orders as wire
-from synk._wire.looks import Layout, News, Share
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, Leaf
+from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, News, Share
 from synk.errors import SerializationError
 
 Published = tuple[int, Any, list[Segment], Callable[[], None] | None]

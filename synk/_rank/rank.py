@@ -17,14 +17,12 @@ import numpy as np
 from synk._pure.environment import merged
 from synk._rank.call import RankPlan, RankQuestion
 from synk._rank.failpoints import nothing
-from synk._rank.failures import pack_failure
+from synk._rank.failures import dumps, pack_failure
 from synk._rank.functions import LoadedFunction
 from synk._rank.items import RankItems
-from synk._rank.lane import RankLane
 from synk._rank.outputs import RankDestination, RankReduction
 from synk._rank.pages import own_bytes
-from synk._rank.peers import Peers
-from synk._rank.pickling import dumps
+from synk._rank.peers import Peers, RankLane
 from synk._rank.process import drop_frames, end_copy, must_go_on
 from synk._rank.received import Received
 from synk._rank.residents import Changes, RankResidents
@@ -32,10 +30,10 @@ from synk._rank.settings import Settings
 from synk._rank.variables import Replica, VariableStore
 from synk._wire import orders as wire
 from synk._wire.cell import cell
-from synk._wire.control import NUM_LANES, Down, Phase, Up
-from synk._wire.descriptors import Descriptor
 from synk._wire.logs import set_levels
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
+from synk._wire.orders import NUM_LANES, Down, Phase, Up
 from synk.backends import Backend
 from synk.communicators._collectives import Collectives
 from synk.errors import ReentrancyError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._wire import parcels
-from synk._wire.residents import COUNTED, TORN
+from synk._wire.messages import COUNTED, TORN
 
 
 class RankResident:

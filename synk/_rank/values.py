@@ -16,10 +16,10 @@ from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table, num_rows
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor, tensor_of
-from synk._pure.texts import text_of
 from synk._pure.trees import flatten
+from synk._pure.words import text_of
+from synk._rank.failures import dumps
 from synk._rank.functions import LoadedFunction
-from synk._rank.pickling import dumps
 from synk._wire.messages import MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Leaf, room_for
 from synk.backends import Backend
 from synk.errors import SerializationError

@@ -20,9 +20,9 @@ from synk._pure.ops import REDUCTIONS
 from synk._pure.partials import Accumulator
 from synk._pure.ranges import LINE_NBYTES
 from synk._pure.trees import describe, flatten, unflatten
-from synk._wire.descriptors import Descriptor
-from synk._wire.looks import ON_DEVICE, OWN_A, OWN_B, Assigned, spare_of
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
+from synk._wire.messages import ON_DEVICE, OWN_A, OWN_B, Assigned, spare_of
 from synk._wire.variables import (
     Declaration,
     Shapes,

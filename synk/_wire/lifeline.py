@@ -17,8 +17,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from synk._wire.descriptors import NONE, Descriptor
-from synk._wire.mapping import FAILED, last_error, libc
+from synk._wire.mapping import FAILED, NONE, Descriptor, last_error, libc
 from synk._wire.memory import create_fd
 
 _IN_DELETE_SELF = 0x400

@@ -10,8 +10,8 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from synk._pure.texts import short_repr, text_of
-from synk._wire.descriptors import Descriptor
+from synk._pure.words import short_repr, text_of
+from synk._wire.mapping import Descriptor
 
 _OWN = frozenset(vars(logging.makeLogRecord({})))
 _SENT = (

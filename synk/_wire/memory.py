@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
-from synk._wire.descriptors import NONE, above_streams
-from synk._wire.mapping import MappedFile, punch
+from synk._wire.mapping import NONE, MappedFile, above_streams, punch
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE

@@ -20,8 +20,7 @@ from cloudpickle.cloudpickle import (
     _lookup_module_and_qualname,
 )
 
-from synk._wire.classes import by_word, completed
-from synk._wire.hints import REDUCERS, readable
+from synk._wire.classes import REDUCERS, by_word, completed, readable
 
 
 class Mapped(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.arrays import address_of, as_plain_array
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 from synk._pure.exact import has_own_meaning
 from synk._wire.memory import Segment
 from synk.backends._assignment import DeviceAssignment

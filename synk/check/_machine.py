@@ -6,7 +6,7 @@ import os
 import platform
 from importlib import metadata
 
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 from synk._version import __version__
 from synk._wire.memory import available_nbytes
 from synk.check._found import Broken, Found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synk._processes.program import interpreter, search_path
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 from synk._wire.cell import is_frozen
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster import nodes as nodes_of

@@ -26,12 +26,12 @@ from synk._engine.workers import GRACE_S
 from synk._processes.placement import HASH_SEED, Placement, num_threads_set
 from synk._processes.program import setup_message
 from synk._processes.worker_process import WorkerProcess
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 from synk._pure.interrupts import deferred
 from synk._wire import orders as wire
-from synk._wire.control import Down, Up
-from synk._wire.descriptors import Descriptor, owned
+from synk._wire.mapping import Descriptor, owned
 from synk._wire.memory import Segment
+from synk._wire.orders import Down, Up
 from synk.cluster.post import Event, Post
 from synk.cluster.split import Topology
 

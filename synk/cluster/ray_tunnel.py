@@ -26,11 +26,10 @@ from typing import Any, NoReturn
 import ray
 
 from synk._processes.placement import HASH_SEED, num_threads_set
-from synk._pure.cores import num_cores
-from synk._pure.environment import merged
+from synk._pure.environment import merged, num_cores
 from synk._wire import orders as wire
-from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_program
+from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
 from synk.cluster.nodes import AgentProcess
 from synk.cluster.post import Event, Post

@@ -28,12 +28,12 @@ from synk._processes.worker_process import WorkerProcess
 from synk._pure.environment import merged
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire import orders as wire
-from synk._wire.control import Down, Up, control_blocks, control_nbytes
-from synk._wire.descriptors import Descriptor, eventfd
 from synk._wire.lifeline import tie_to_program
 from synk._wire.logs import send_records
-from synk._wire.looks import Layout, News, spare_of
+from synk._wire.mapping import Descriptor, eventfd
 from synk._wire.memory import Segment, create_fd
+from synk._wire.messages import Layout, News, spare_of
+from synk._wire.orders import Down, Up, control_blocks, control_nbytes
 from synk._wire.variables import leaf_offsets
 from synk.cluster.post import Event, Post
 from synk.communicators._rendezvous import reset, set_abort

@@ -28,8 +28,8 @@ from synk._rank.failpoints import nothing
 from synk._rank.nodes import Wiring
 from synk._rank.outputs import RankReduction
 from synk._wire import orders as wire
-from synk._wire.control import Down
-from synk._wire.looks import COMMON_B
+from synk._wire.messages import COMMON_B
+from synk._wire.orders import Down
 from synk._wire.variables import leaf_offsets
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
 from synk.errors import CallCancelled, UnsupportedError, WorkerDied

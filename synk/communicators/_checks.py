@@ -9,7 +9,7 @@ import numpy as np
 
 from synk._pure.dtypes import BFLOAT16, is_bfloat16
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS
-from synk._pure.texts import short_repr
+from synk._pure.words import short_repr
 from synk.errors import UnsupportedError
 
 # The order is the dtype's number in shared memory: all processes of a runtime run the same version of this file.

@@ -15,9 +15,8 @@ import numpy as np
 
 from synk._pure.words import Hinting
 from synk._wire.cell import cell
-from synk.communicators._collectives import Collectives
+from synk.communicators._collectives import Collectives, Request
 from synk.communicators._meetings import LONGER
-from synk.communicators._requests import Request
 from synk.communicators._shm_collectives import NOTHING
 from synk.errors import ReentrancyError
 

@@ -17,9 +17,9 @@ from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._meetings import Meeting
 from synk.communicators._messages import NUMBERS
 from synk.communicators._rendezvous import CommRequest
-from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import ShmCollectives, StreamReading, flat_bytes
+from synk.communicators._user_arrays import Place
 from synk.errors import CollectiveMismatch
 
 FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)

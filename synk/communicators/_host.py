@@ -16,8 +16,8 @@ from synk.communicators._checks import check_place, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
 from synk.communicators._rendezvous import Rendezvous
-from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Operation, Schedule, Steps
+from synk.communicators._user_arrays import Place, ResultMemory
 from synk.errors import SynkError
 
 if TYPE_CHECKING:

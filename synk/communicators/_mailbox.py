@@ -35,8 +35,8 @@ from synk.communicators._messages import (
     unsent_text,
 )
 from synk.communicators._rendezvous import CommRequest, Rendezvous
-from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Schedule
+from synk.communicators._user_arrays import ResultMemory
 from synk.errors import CollectiveMismatch
 
 # An isend below this size is never offered: if the ring has no room, it waits in the queue of its sender.

@@ -30,10 +30,10 @@ from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._rendezvous import CommRequest, agreed_weights, packed
-from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._shm_collectives import NOTHING, StreamReading, flat_bytes
+from synk.communicators._user_arrays import Place
 from synk.communicators._wire_mail import WireMailbox
 from synk.communicators._wired import WiredRendezvous
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._wire.control import Down, Up
+from synk._wire.orders import Down, Up
 from synk.cuda._cupy import CupyBackend
 from synk.cuda._nccl import INTERNAL_ERROR, REMOTE_ERROR, Buffer, NcclCommunicator, NcclError, load_nccl, version_text
 

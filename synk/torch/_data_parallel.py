@@ -16,9 +16,8 @@ from synk._api.runtime import Runtime
 from synk._pure.nested import check_no_list, paths, take_apart
 from synk.errors import ClosedError, UnsupportedError
 from synk.torch import _passes as ranks
-from synk.torch._apart import dump_apart, load_joined
 from synk.torch._module_parts import check_gradients, numbers_of
-from synk.torch._state import write
+from synk.torch._state import dump_apart, load_joined, write
 
 
 class DataParallel(torch.nn.Module):

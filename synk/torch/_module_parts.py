@@ -10,7 +10,7 @@ import torch
 
 from synk._pure.tensors import array_of
 from synk.torch import _state as states
-from synk.torch._apart import TensorlessPickler, dump_apart
+from synk.torch._state import TensorlessPickler, dump_apart
 
 
 def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk._rank.pickling import HostPickler
+from synk._rank.failures import HostPickler
 from synk.communicators._comm import comm
-from synk.torch._apart import Apart, dump_apart, load_joined
 from synk.torch._rank import seed_generators
-from synk.torch._state import version
+from synk.torch._state import Apart, dump_apart, load_joined, version
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from synk._wire.cell import cell
-from synk._wire.control import Phase, Up
+from synk._wire.orders import Phase, Up
 from synk.communicators._comm import comm
 from synk.errors import UnsupportedError
 

@@ -21,7 +21,7 @@ import pytest
 import synk
 import synk.profiler
 import synk.torch
-from synk._engine.signature import OPTION_NAMES
+from synk._engine.argument import OPTION_NAMES
 
 NAMES = {
     "synk": """Data Executor Function ItemError Op PendingCall Program Resident Runtime Shared all_gather all_reduce

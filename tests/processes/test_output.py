@@ -16,7 +16,7 @@ from support.gates import Gate
 
 from synk._processes.output import Output, report
 from synk._wire.cell import cell
-from synk._wire.descriptors import pipe
+from synk._wire.mapping import pipe
 
 END = None
 PRINTED: dict[str, tuple[list[tuple[int, str | bytes | None]], str, list[str]]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from support.rank_arrays import numbers
 
-from synk._pure.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
+from synk._api.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
 
 ROUNDING = Tolerance(None, None)
 EPS = float(np.finfo(float).eps)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from synk._pure.cores import num_cores
+from synk._pure.environment import num_cores
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from synk._pure.limits import as_seconds, check_timeout, lock_s, poll_ms
-from synk._pure.texts import short_repr
+from synk._pure.words import short_repr
 
 
 def test_what_is_a_time_limit_and_what_is_not(subtests: Any) -> None:

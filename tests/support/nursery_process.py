@@ -35,7 +35,7 @@ NAME = "synk-nursery"
 
 WORKER_MODULES = (
     "synk._rank.loop",
-    "synk._rank.pickling",
+    "synk._rank.failures",
     "synk.communicators._comm",
     "numpy.random",
     "cloudpickle",

@@ -42,7 +42,7 @@ from synk._rank import call as _call
 from synk._rank import peers, rank
 from synk._rank import variables as _variables
 from synk._wire import orders
-from synk._wire.control import Down, Up
+from synk._wire.orders import Down, Up
 from synk.communicators import (
     _exchange,
     _mailbox,
@@ -50,7 +50,6 @@ from synk.communicators import (
     _rendezvous,
     _shm,
     _shm_collectives,
-    _short_path,
 )
 
 PROTOCOLS = memory_model.protocols()
@@ -197,7 +196,7 @@ MODULES = {
     "Rendezvous": _rendezvous,
     "set_abort": _rendezvous,
     "Mailbox": _mailbox,
-    "ShortPath": _short_path,
+    "ShortPath": _shm,
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
     "Meeting": _meetings,
@@ -260,7 +259,7 @@ OTHERS = {
         "Rendezvous._may_read_others": ("load pids",),
         "Rendezvous.is_reader": ("load readers",),
     },
-    _short_path: {},
+    _shm: {},
     _mailbox: {
         # By a rank that has left, and reads nothing because of what it finds.
         "Mailbox._is_taken_in": ("call has_left", "call has_begun", "load read", "load written", "call fail"),
@@ -268,7 +267,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _short_path), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _shm), ids=lambda module: module.__name__)
 def test_nothing_else_touches_the_words(module: ModuleType) -> None:
     body = tree(module).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
