@@ -499,7 +499,7 @@ def test_a_call_without_rows_runs_here(shared_runtimes: Any) -> None:
 def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
     """Nor do forward passes whose results are dropped."""
     model, optimizer = trained(shared_runtimes[2])
-    x, y = batches(1)[0]
+    x, y = batches(1, (3000,))[0]
 
     def step() -> None:
         model(x)

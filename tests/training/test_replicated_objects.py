@@ -148,15 +148,15 @@ SILENT: dict[str, Callable[..., Any]] = {
 
 def test_what_the_program_changes_is_told_or_sent(subtests: Any, shared_runtimes: Any) -> None:
     for number, (name, change) in enumerate((TOLD | NOTHING | SILENT).items()):
-        plain, atol = made(), 1e-5 if change is change_dtype else 1e-11
+        plain, atol = made(), 1e-4 if change is change_dtype else 1e-11
         rep, step, objects = replicated(shared_runtimes[(1, 2)[bool(number % 4)]])
         with subtests.test(change=name):
-            for count, (x, y) in enumerate(batches(6, (8, 7))):
-                if count in (2, 4):
+            for count, (x, y) in enumerate(batches(4, (8, 7))):
+                if count in (1, 3):
                     change(*plain)
                     with rep.here():
                         change(*objects)
-                        if count == 2 and name in TOLD:
+                        if count == 1 and name in TOLD:
                             with pytest.raises(ValueError, match=r"the program has changed .*rep\.push\(\)"):
                                 step(x, y)
                 expected = float(step_and_schedule(*plain, x, y).detach())
@@ -345,7 +345,7 @@ def test_closing_pulls_and_what_is_lost_is_told(runtime: Callable[..., Any]) -> 
 
 def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
     _, step, _ = replicated(shared_runtimes[2], 3)
-    rows = batches(1)[0]
+    rows = batches(1, (3000,))[0]
     assert_steps_keep_nothing(shared_runtimes[2], lambda: step(*rows))
 
 
