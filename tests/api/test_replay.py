@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.gates import Gate
-from support.harness import script
+from support.harness import Child
 
 import synk
 from synk.errors import CallTimeout, UnsupportedError, WorkerDied
@@ -224,16 +225,6 @@ def test_only_the_users_calls_are_recorded(
     ]
 
 
-REPLAYS = """
-import os, sys, synk, torch
-for path in sys.argv[1:]:
-    if (pid := os.fork()) == 0:
-        synk.replay(path)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:
     def body(x: np.ndarray) -> Any:
         if 7 in x:
@@ -244,11 +235,10 @@ def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], lis
         rt.function(body, outputs="sum")(np.arange(8))
     item = list(rt.map(body, np.arange(9)[:, None], on_error="return"))[7]
     assert isinstance(item, synk.ItemError)
-    paths = [str(path) for path in files()]
-    for error, path in zip([caught.value, item.exception], paths, strict=True):
-        assert path in error.__notes__[-1]
-    run = subprocess.run([sys.executable, "-c", REPLAYS, *paths], timeout=60, capture_output=True, text=True)
-    assert run.stdout == f"{-signal.SIGKILL}\n" * 2, run.stderr
+    for error, path in zip([caught.value, item.exception], files(), strict=True):
+        assert str(path) in error.__notes__[-1]
+        with Child(functools.partial(synk.replay, path), status=-signal.SIGKILL):
+            pass
 
 
 def test_an_item_whose_time_is_over_can_be_replayed(
@@ -277,37 +267,31 @@ def test_an_item_whose_time_is_over_can_be_replayed(
 
 
 PROGRAM = """
-    import numpy as np, synk
+class Point:
+    def __init__(self, x):
+        self.x = x
 
-    class Point:
-        def __init__(self, x):
-            self.x = x
+def helper(x):
+    return x / 0
 
-    def helper(x):
-        return x / 0
-
-    def body(x, point):
-        y = point.x
-        return helper(len(x) + y)
-
-    if __name__ == "__main__":
-        with synk.fork(2):
-            try:
-                synk.function(body, bcast_inputs="point", outputs="sum")(np.arange(4), Point(1))
-            except ZeroDivisionError as error:
-                print(error.__notes__[-1])
+def body(x, point):
+    y = point.x
+    return helper(len(x) + y)
 """
 
 
-def test_it_is_replayed_in_another_place_and_under_pdb(tmp_path: Path) -> None:
+def test_it_is_replayed_in_another_place_and_under_pdb(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:
     """Without the program: its functions and classes are in the file."""
-    said = script(PROGRAM, env={"SYNK_REPLAY": str(tmp_path)}).check().stdout
-    (path,) = tmp_path.glob("*.replay")
-    assert f"synk.replay({str(path)!r})" in said
-    replay = f"import synk; synk.replay({str(path)!r}, pdb=True)"
+    program: dict[str, Any] = {"__name__": "__main__"}
+    exec(PROGRAM, program)
+    with pytest.raises(ZeroDivisionError) as caught:
+        rt.function(program["body"], bcast_inputs="point", outputs="sum")(np.arange(4), program["Point"](1))
+    (path,) = files()
+    replay = f"synk.replay({str(path)!r}"
+    assert f"{replay})" in caught.value.__notes__[-1]
     run = subprocess.run(
-        [sys.executable, "-c", replay], input="next\nnext\np y\ncontinue\n", cwd="/", capture_output=True, text=True,
-        env={**os.environ, "SYNK_REPLAY": ""}, timeout=60,
+        [sys.executable, "-c", f"import synk; {replay}, pdb=True)"], input="next\nnext\np y\ncontinue\n", cwd="/",
+        capture_output=True, text=True, env={**os.environ, "SYNK_REPLAY": ""}, timeout=60,
     )  # fmt: skip
     assert "(Pdb) 1\n" in run.stdout
     assert "in helper" in run.stderr and run.stderr.endswith("ZeroDivisionError: division by zero\n")

@@ -467,10 +467,11 @@ def replaced_workers(runtime: Any, ranks: Iterable[int]) -> Iterator[list[int]]:
 class Child:
     """A forked copy of this process that calls ``act()`` when it is told, and ends.
 
-    Use as a context manager: the child acts when the body ends, and the test fails if it did not end well.
+    Use as a context manager: the child acts when the body ends, and the test fails if it did not end with ``status``.
     """
 
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(self, act: Callable[[], object], status: int = 0) -> None:
+        self._status = status
         there, self._told = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads, Python 3.12
@@ -494,7 +495,7 @@ class Child:
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._told)
-        assert os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) == 0, "the child failed"
+        assert os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) == self._status, "the child failed"
 
 
 # ----- scenario scripts
