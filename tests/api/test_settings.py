@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support import harness
-from support.harness import script
 from support.tables import combinations
 
 import synk
@@ -309,57 +308,52 @@ def test_functions_are_loaded_where_warnings_are_errors(
     assert f(X) == warns_at_import.value
 
 
-def test_a_script_and_libraries_that_a_rank_imports_later() -> None:
-    """Nothing is imported for a setting, and it holds as soon as the library is there; also for a class of the script.
+@pytest.mark.own_start
+def test_libraries_that_a_rank_imports_later(runtime: Callable[..., Any]) -> None:
+    """Nothing is imported for a setting, and it holds as soon as the library is there; also for a class of no module.
 
     After one backend has a precision of its own torch refuses to read the one of all: a call goes on with that it had.
     """
-    script(
-        """
-        import decimal, warnings
-        import torch
-        from scipy.sparse import SparseEfficiencyWarning
+    from scipy.sparse import SparseEfficiencyWarning
 
-        class Own(UserWarning):
-            pass
+    class Own(UserWarning):
+        pass
 
-        def names(x):
-            return str([name in sys.modules for name in ("torch", "scipy.sparse")])
+    def names(x: Any) -> Any:
+        return [name in sys.modules for name in ("torch", "scipy.sparse")]
 
-        def late(x):
-            import torch as library
-            return str(library.ones(1).dtype), str(decimal.Decimal(1) / 3)
+    def late(x: Any) -> Any:
+        import torch as library
 
-        def warned(x):
-            from scipy.sparse import SparseEfficiencyWarning as Slow
-            said = []
-            for kind in (Slow, Own):
-                try:
-                    warnings.warn("told", kind)
-                except kind:
-                    said.append(kind.__name__)
-            return said
+        return str(library.ones(1).dtype), str(decimal.Decimal(1) / 3)
 
-        torch.set_default_dtype(torch.float64)
-        decimal.getcontext().prec = 4
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", SparseEfficiencyWarning)
-        x = np.arange(4.0)
-        with synk.fork(1, backend="numpy"):
-            f, g, h = (synk.function(fn, outputs=None) for fn in (names, late, warned))
-            print(f(x), g(x) == [late(x)], h(x))
-            warnings.simplefilter("error", SparseEfficiencyWarning)
-            warnings.simplefilter("ignore", Own)
-            print(g(x), h(x))
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-            print([g(x) == [late(x)] for _ in range(4)])
-        """,
-        flags=(),
-    ).check(
-        "['[False, False]'] True [['Own']]\n"
-        "[('torch.float64', '0.3333')] [['SparseEfficiencyWarning']]\n"
-        "[True, True, True, True]\n"
-    )
+    def warned(x: Any) -> Any:
+        from scipy.sparse import SparseEfficiencyWarning as Slow
+
+        said = []
+        for kind in (Slow, Own):
+            try:
+                warnings.warn("told", kind, stacklevel=1)
+            except kind:
+                said.append(kind.__name__)
+        return said
+
+    torch.set_default_dtype(torch.float64)
+    decimal.getcontext().prec = 4
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", SparseEfficiencyWarning)
+    rt = runtime(1)
+    f, g, h = (rt.function(fn, outputs=None) for fn in (names, late, warned))
+    assert (f(X), g(X), h(X)) == ([[False, False]], [late(X)], [["Own"]])
+    warnings.simplefilter("error", SparseEfficiencyWarning)
+    warnings.simplefilter("ignore", Own)
+    assert (g(X), h(X)) == ([("torch.float64", "0.3333")], [["SparseEfficiencyWarning"]])
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert [g(X) for _ in range(4)] == [[late(X)]] * 4
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
 
 
 def test_steps_of_training_have_the_grad_mode_of_their_call(shared_runtimes: Any) -> None:
