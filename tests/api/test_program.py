@@ -192,7 +192,7 @@ import sys
 import numpy as np, synk
 
 p = synk.Program.load(sys.argv[1])
-with p.on("numpy", num_workers=3) as q:
+with p.on("numpy", num_workers=1) as q:
     print(q(np.ones((4, 2))))
     q.sync_to_parent()
 print(p.values()["w"].tolist())

@@ -213,7 +213,7 @@ def test_a_bug_of_our_own_keeps_its_lines() -> None:
 
 # ----- where the function was written
 
-BEGIN = "import synk\n\nruntime = synk.fork(2, backend='numpy')\n\n"
+BEGIN = "import synk\n\nruntime = synk.fork(1, backend='numpy')\n\n"
 REPORT = "from support.frames import differences\n\nprint(*differences(FORMS), sep='\\n', end='done\\n')\n\n"
 
 
