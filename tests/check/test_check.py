@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from support import fake_gpus
 from support.harness import PACKAGE_FOLDER
@@ -149,12 +150,18 @@ def test_this_machine_without_gpus(answers: Answers) -> None:
     assert not {name: record for name, record in records.items() if record["outcome"] == "broken"}
 
 
-def test_training_beside_ddp(kept_open: Any) -> None:
-    """On CPU workers, and in this process, where torch is imported."""
+def test_training_beside_ddp(kept_open: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU workers, and in this process, where torch is imported. A small model: its functions travel by value."""
     pytest.importorskip("torch")
-    from synk.check._training import step_against_ddp
+    from synk.check import _training
 
-    assert step_against_ddp().text == "replicate and DDP train alike on 2 workers"
+    for name, number in {"_ROWS": 64, "_WIDTH": 32, "_NUM_STEPS": 5}.items():
+        monkeypatch.setattr(_training, name, number)
+    cloudpickle.register_pickle_by_value(_training)
+    try:
+        assert _training.step_against_ddp().text == "replicate and DDP train alike on 2 workers"
+    finally:
+        cloudpickle.unregister_pickle_by_value(_training)
 
 
 ON_GPUS = dict.fromkeys([line.name for line in LINES if line.min_gpus], "")
