@@ -24,6 +24,7 @@ from pages.test_demos import DEMOS, SMALL
 from support.harness import pids, script
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
     LARGE,
+    pageable_nbytes,
     scaler,
     test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting,
     test_a_torch_function,
@@ -33,6 +34,7 @@ from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures be
     test_replicas_that_differ_are_lost_with_their_worker,
     test_rows_that_go_in_pieces,
     test_text_cannot_go_to_a_device,
+    test_the_device_reads_rows,
     test_the_master_imports_no_cupy,
 )
 from test_gpu_submitted import (  # noqa: F401
@@ -112,10 +114,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
     yield from closing(RealGpus(False))
 
 
-def pageable_nbytes(rt: synk.Runtime) -> int:
-    return sum(each.nbytes for each in rt.profile.transfers if each.kind == "pageable")
-
-
 def test_a_segment_is_registered(gpu: Any) -> None:
     """Whether the driver takes a mapping of a memfd: copies at link speed depend on it."""
     rt = gpu(1)
@@ -132,28 +130,6 @@ def test_a_segment_is_registered(gpu: Any) -> None:
 
     assert rt.function(refusal, outputs=None)(np.ones(1)) == [""]
     assert pageable_nbytes(rt) == 0
-
-
-@pytest.mark.parametrize("dtype", ["?", "i1", "f2", "f4", "c16"])
-def test_the_device_reads_rows_from_registered_memory(gpu: Any, dtype: str) -> None:
-    """By index, by step and backwards; rows of an odd number of bytes, of one element, and large ones."""
-    rt, rng = gpu(2), np.random.default_rng(0)
-    for rest in ((), (3,), (1001,), (64, 128)):
-        rows = rng.integers(0, 2, (1000, *rest)).astype(dtype)
-        data = rt.data(rows)
-        f = rt.function(lambda x: x, outputs="gather")
-        for batch in (
-            rng.integers(0, 1000, 5000),
-            slice(3, 900, 7),
-            slice(None, None, -1),
-            rows.reshape(1000, -1)[:, 0] > 0,
-        ):
-            pending = [f.submit(data, batch=batch) for _ in range(3)]  # two of them are brought beside the function
-            for got in (f(data, batch=batch), f(data, batch=batch, num_slices=3), *(call.result() for call in pending)):
-                np.testing.assert_array_equal(got, rows[batch])
-        data.free_memory()
-    copied = sum(each.nbytes for each in rt.profile.transfers if each.kind == "h2d")
-    assert pageable_nbytes(rt) < copied / 10  # indices
 
 
 def test_what_the_device_works_is_time_of_the_function(gpu: Any) -> None:

@@ -25,6 +25,7 @@ from support import fake_gpus
 from support.fake_gpus import Gpus
 from support.harness import kill_and_wait, pids, start_polars
 from support.names import named
+from support.tables import combinations
 
 import synk
 
@@ -43,6 +44,34 @@ def test_rows_that_go_in_pieces(gpu: Any) -> None:
     total = gpu.reused(1).function(lambda x: x.sum(), outputs="sum")
     for batch in (slice(None, None, -2), np.arange(x.size)[::-1]):
         assert total(x, batch=batch) == x[batch].sum()
+
+
+def pageable_nbytes(rt: synk.Runtime) -> int:
+    return sum(each.nbytes for each in rt.profile.transfers if each.kind == "pageable")
+
+
+@pytest.mark.parametrize("refuse", ["", "1"])
+def test_the_device_reads_rows(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests, refuse: str
+) -> None:
+    """By index, by step and backwards; rows of an odd number of bytes, of one element, and large ones.
+
+    The host copies nothing but indices, unless registering is refused.
+    """
+    monkeypatch.setenv("SYNK_FAKE_REFUSE", refuse)
+    rt, rng = gpu(2), np.random.default_rng(0)
+    f = rt.function(lambda x: x, outputs="gather")
+    for dtype, rest in combinations(12, ("?", "i1", "f2", "f4", "c16"), ((), (3,), (1001,), (8, 128))):
+        rows = rng.integers(0, 2, (200, *rest)).astype(dtype)
+        data, is_picked = rt.data(rows), rows.reshape(200, -1)[:, 0] > 0
+        for batch in (rng.integers(0, 200, 300), slice(None, 190, 8), slice(None, None, -1), is_picked, [5, 3, 0]):
+            with subtests.test(dtype=dtype, rest=rest, batch=str(batch)):
+                pending = [f.submit(data, batch=batch) for _ in range(3)]  # two of them are brought beside the function
+                for got in (f(data, batch=batch, num_slices=3), *(call.result() for call in pending)):
+                    np.testing.assert_array_equal(got, rows[batch])
+        data.free_memory()
+    copied = sum(each.nbytes for each in rt.profile.transfers if each.kind == "h2d")
+    assert refuse or pageable_nbytes(rt) < copied / 10
 
 
 def test_text_cannot_go_to_a_device(gpu: Any) -> None:
@@ -273,8 +302,7 @@ def test_registered_memory_is_given_back(
         x = rt.data(np.ones(size))
         assert f(x) == size
         x.free_memory()
-    pageable = [each for each in rt.profile.transfers if each.kind == "pageable"]
-    assert sum(each.nbytes for each in pageable) == (8 * 100_020 + 2 * 3 * 8 if refuse else 0)
+    assert pageable_nbytes(rt) == (8 * 100_020 + 2 * 3 * 8 if refuse else 0)
     count = rt.function(lambda x: len(sys.modules["cupy"].cuda.runtime.registered()), outputs=None)
     assert max(count(np.ones(2))) <= 4  # slots, staging, results
     said = [record.getMessage() for record in caplog.records]

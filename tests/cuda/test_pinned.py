@@ -1,4 +1,4 @@
-"""Which shared memory is registered with the driver, and how rows come from it, registered or not."""
+"""Which shared memory is registered with the driver. How rows come from it: ``test_gpu_path.py``."""
 
 from __future__ import annotations
 
@@ -69,46 +69,3 @@ def test_a_segment_that_lies_where_another_lay_is_registered_anew(cupy: Any) -> 
         assert cupy.cuda.runtime.registered() == {address_of(part.buffer): nbytes}
     pinned.close()
     arena.close()
-
-
-PICKS: list[Any] = [slice(None), slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0], []]
-
-
-@pytest.mark.parametrize("refuse", [False, True], ids=["registered", "refused"])
-def test_the_device_itself_reads_rows(
-    subtests: pytest.Subtests, cupy: Any, monkeypatch: pytest.MonkeyPatch, refuse: bool
-) -> None:
-    """By index and by step, on the function's stream and beside it. Of registered memory the host copies nothing.
-
-    Where it is refused, all of it counts as copied by way of pageable memory.
-    """
-    from synk.cuda._cupy import CupyBackend
-
-    if refuse:
-        monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
-    backend, rng = CupyBackend("cuda:0"), np.random.default_rng(0)
-    for dtype in ("?", "i1", "f2", "f4", "c16"):
-        for rest in ((), (3,), (5, 8)):
-            values = rng.integers(0, 2, (100, *rest)).astype(dtype)
-            segment = Segment.create(values.nbytes + 64)
-            backend.note_segment(segment)
-            host = segment.view(16, values.shape, values.dtype)
-            host[...] = values
-            for pick in PICKS:
-                for is_beside in (False, True):
-                    with subtests.test(dtype=dtype, rest=rest, pick=str(pick), is_beside=is_beside), backend.running():
-                        rows = np.array(pick, np.int64) if isinstance(pick, list) else None
-                        with backend.beside() if is_beside else backend.running() as event:
-                            got = backend.from_host(host[pick]) if rows is None else backend.take_rows(host, rows)
-                        if is_beside:
-                            backend.join(event)
-                        backend.synchronize()
-                        np.testing.assert_array_equal(got.get(), values[rows if rows is not None else pick])
-                        assert got.dtype == values.dtype
-                        to_device, _, pageable = backend.take_copied()
-                        num_indices = 0 if rows is None else rows.nbytes
-                        assert to_device in (got.nbytes, got.nbytes + num_indices)
-                        assert pageable == to_device if refuse else pageable <= num_indices
-            backend.forget_segment(segment)
-            segment.close()
-    backend.close()
