@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 
@@ -59,6 +60,10 @@ def test_the_import_on_windows_says_so_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("argument", "status", "text"), [("--version", 0, "synk "), ("nothing", 2, "unrecognized arguments: nothing")]
 )
-def test_the_module_as_a_program(argument: str, status: int, text: str) -> None:
-    done = python("-m", "synk", argument)
-    assert done.returncode == status and text in done.stdout + done.stderr
+def test_the_module_as_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, status: int, text: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["synk", argument])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("synk", run_name="__main__")
+    assert ended.value.code == status and text in "".join(capsys.readouterr())

@@ -17,6 +17,7 @@ import pytest
 from support import fake_gpus
 from support.harness import PACKAGE_FOLDER
 
+from synk.check.__main__ import main
 from synk.check._found import Figure, Found
 from synk.check._lines import LINES
 from synk.check._places import without_places
@@ -27,31 +28,44 @@ SUPPORT = Path(__file__).resolve().parent.parent / "support"
 
 
 Ended = subprocess.CompletedProcess[str]
+Run = Callable[..., Ended]
 
 
-def run(folder: Path, *options: str, folders: tuple[str, ...] = (), **environ: str) -> Ended:
-    """Run the command in a folder, with folders of ``support`` before all others."""
-    path = os.pathsep.join([*(str(SUPPORT / name) for name in folders), str(PACKAGE_FOLDER)])
-    environ = {**os.environ, "PYTHONPATH": path, **environ}
-    environ.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [sys.executable, "-m", "synk.check", *options]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Return ``run(*options, folders=(), **environ)``: runs the command in an empty folder, in this process.
+
+    The processes of the lines find folders of ``support`` before all others.
+    """
+
+    def command(*options: str, folders: tuple[str, ...] = (), **environ: str) -> Ended:
+        path = os.pathsep.join([*(str(SUPPORT / name) for name in folders), str(PACKAGE_FOLDER)])
+        for variable, value in {**environ, "PYTHONPATH": path}.items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["synk.check", *options])
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main())
+        return Ended(options, int(ended.value.code or 0), *capfd.readouterr())
+
+    return command
 
 
 def lines(
-    folder: Path, *names: str, limit: str = "60", file: str = "synk-check.json", **options: Any
+    run: Run, *names: str, limit: str = "60", file: str = "synk-check.json", **options: Any
 ) -> tuple[Ended, dict[str, Any]]:
     """Run the lines of these names. Return what ended, and their records by name."""
     elsewhere = [f"--output={file}"] if file != "synk-check.json" else []
-    ended = run(folder, *(f"--only={name}" for name in names), f"--limit={limit}", *elsewhere, **options)
-    report = json.loads((folder / file).read_text())
+    ended = run(*(f"--only={name}" for name in names), f"--limit={limit}", *elsewhere, **options)
+    report = json.loads(Path(file).read_text())
     assert not ended.stderr and {"synk", "made", "lines"} == set(report)
     return ended, {record["name"]: record for record in report["lines"]}
 
 
-def on_gpus(folder: Path, *names: str, **options: Any) -> tuple[Ended, dict[str, Any]]:
+def on_gpus(run: Run, *names: str, **options: Any) -> tuple[Ended, dict[str, Any]]:
     """Run lines where there are GPUs, with stand-ins for their libraries."""
-    return lines(folder, *names, folders=("fake_driver", "fakes"), **options)
+    return lines(run, *names, folders=("fake_driver", "fakes"), **options)
 
 
 def outcomes(records: dict[str, Any]) -> dict[str, str]:
@@ -62,10 +76,10 @@ def outcomes(records: dict[str, Any]) -> dict[str, str]:
 # ----- the command, which runs each line in a process of its own
 
 
-def test_each_line_is_printed_and_recorded(tmp_path: Path) -> None:
+def test_each_line_is_printed_and_recorded(run: Run) -> None:
     """What is slow works: the status is 0."""
     names = ("versions", "machine", "GPUs", "workers")
-    ended, records = on_gpus(tmp_path, *names, file="here.json", SYNK_FAKE_GPUS="2", SYNK_FAKE_PEERS="none")
+    ended, records = on_gpus(run, *names, file="here.json", SYNK_FAKE_GPUS="2", SYNK_FAKE_PEERS="none")
     assert tuple(records) == names
     assert "broken" not in outcomes(records).values() and outcomes(records)["GPUs"] == "slow"
     assert "peer access: none between 0-1" in records["GPUs"]["text"]
@@ -78,15 +92,15 @@ def test_each_line_is_printed_and_recorded(tmp_path: Path) -> None:
         assert record["seconds"] <= TOTAL_S
 
 
-def test_a_line_that_is_not_there(tmp_path: Path) -> None:
-    ended = run(tmp_path, "--only=nothing")
+def test_a_line_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    ended = run("--only=nothing")
     assert "there is no line 'nothing', but versions, machine" in ended.stderr
     assert ended.returncode == 2 and not [*tmp_path.iterdir()]
 
 
-def test_libraries_that_are_missing_or_broken(tmp_path: Path) -> None:
+def test_libraries_that_are_missing_or_broken(run: Run, tmp_path: Path) -> None:
     """A driver and GPUs without CuPy; a torch that cannot be imported."""
-    _, records = lines(tmp_path, "GPUs", "training", folders=("fake_driver", "broken_torch"), SYNK_FAKE_GPUS="2")
+    _, records = lines(run, "GPUs", "training", folders=("fake_driver", "broken_torch"), SYNK_FAKE_GPUS="2")
     assert outcomes(records) == {"GPUs": "broken", "training": "broken"}
     assert 'CuPy is not installed. pip install "synkhronos[cuda13]"' in records["GPUs"]["text"]
     assert "ImportError: libcudart.so.13: cannot open shared object file" in records["training"]["text"]
@@ -96,10 +110,10 @@ def test_libraries_that_are_missing_or_broken(tmp_path: Path) -> None:
         assert place not in text or len(place) < 3
 
 
-def test_a_line_that_hangs_costs_its_time_only(tmp_path: Path) -> None:
+def test_a_line_that_hangs_costs_its_time_only(run: Run) -> None:
     """On one GPU, where there is no group."""
     ended, records = on_gpus(
-        tmp_path, "versions", "NCCL", "bandwidth", limit="10", SYNK_FAKE_GPUS="1", SYNK_FAKE_DELAY_S="1000"
+        run, "versions", "NCCL", "bandwidth", limit="10", SYNK_FAKE_GPUS="1", SYNK_FAKE_DELAY_S="1000"
     )
     assert outcomes(records) == {"versions": "ok", "bandwidth": "broken"}
     assert records["bandwidth"]["text"] == "no answer in 10 s: it hangs, or is much slower than expected"
