@@ -263,10 +263,10 @@ def test_the_call_may_come_in_any_way(shared_runtimes: Any, subtests: pytest.Sub
     f = rt.function(lambda w, x: (x @ w, (x @ w).mean()), bcast_inputs="w", outputs=("gather", "avg"))
     rows = {"array": X, "Data": rt.data(X), "list": X.tolist(), "sharded": rt.shared(X, sharded=True), "few": X[:2]}
     options: list[dict[str, Any]] = [{}, {"num_slices": 2}, *({"batch": b} for b in (2, slice(None, None, -2), [1, 0]))]
-    for (kind, x), option in itertools.product(rows.items(), options):
+    for number, ((kind, x), option) in enumerate(itertools.product(rows.items(), options)):
         with subtests.test(kind, **option):
-            for report in (f.verify(np.ones(3), x, **option), f.verify(x=x, w=np.ones(3), **option)):
-                assert told(report) == ("serial" if kind == "sharded" else "plain", ["equal"] * 2), report
+            report = f.verify(np.ones(3), x, **option) if number % 2 else f.verify(x=x, w=np.ones(3), **option)
+            assert told(report) == ("serial" if kind == "sharded" else "plain", ["equal"] * 2), report
 
 
 def test_arrays_are_those_of_jax(shared_runtimes: Any) -> None:

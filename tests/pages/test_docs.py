@@ -108,12 +108,11 @@ def test_the_pages_that_talk_are_known() -> None:
     assert {name for name, found in blocks.items() if any(TALK.search(block[1]) for block in found)} == set(TALKING)
 
 
-def test_a_function_that_changes_what_ranks_keep_runs_on_one_rank() -> None:
+def test_a_function_that_changes_what_ranks_keep_runs_on_one_rank(current: synk.Runtime) -> None:
     (source,) = (each for _, each in BLOCK.findall((ROOT / "docs" / "data.md").read_text()) if "def note(" in each)
     namespace: dict[str, Any] = {"np": np, "synk": synk}
-    with synk.fork(2):
-        exec(source, namespace)
-        check_on_one_rank(namespace["note"], synk.Function.__call__, (np.arange(4.0),), {})
+    exec(source, namespace)
+    check_on_one_rank(namespace["note"], synk.Function.__call__, (np.arange(4.0),), {})
 
 
 def test_no_box_of_a_page_ends_with_an_empty_line() -> None:
