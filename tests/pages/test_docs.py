@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 import torch
 from support.harness import start_polars
+from support.nursery_process import IMPORTS
 from support.talking import VERBS, check_on_one_rank, talks
 
 import synk
@@ -64,12 +65,17 @@ def talking(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     synk.close()
 
 
+IMPORTED = {"calls": "sklearn.model_selection", "howto": "sklearn.ensemble pandas"}
+"""What the two workers of a page would import, each for itself."""
+
+
 @pytest.mark.parametrize("path", pages_with_examples(), ids=lambda path: path.stem)
-def test_examples_run(path: Path, talking: set[str]) -> None:
+def test_examples_run(path: Path, talking: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page share a namespace: ``python`` blocks are executed, ``pycon`` blocks are compared.
 
     Functions in which ranks talk run serially and with one row as well.
     """
+    monkeypatch.setenv(IMPORTS, IMPORTED.get(path.stem, ""))
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     runner = doctest.DocTestRunner(optionflags=OPTIONS)

@@ -42,6 +42,9 @@ WORKER_MODULES = (
     "optree",
 )
 
+IMPORTS = "SYNK_TEST_IMPORTS"
+"""The variable in the environment of a worker that names what else its nursery is to import, once for all workers."""
+
 _MOST_FDS = 253  # in one message
 
 
@@ -65,6 +68,8 @@ def serve(fd: int, modules: Sequence[str]) -> None:
                 finalizer.atexit = False  # those of torch take 0.05 s at the end of each worker
             gc.collect()
             gc.freeze()
+        for name in environment.get(IMPORTS, "").split():
+            importlib.import_module(name)
         pid = fork_sibling()
         if pid == 0:
             sock.close()
