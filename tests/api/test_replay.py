@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.gates import Gate
-from support.harness import Child
+from support.harness import Child, script
 
 import synk
 from synk.errors import CallTimeout, UnsupportedError, WorkerDied
@@ -267,31 +267,37 @@ def test_an_item_whose_time_is_over_can_be_replayed(
 
 
 PROGRAM = """
-class Point:
-    def __init__(self, x):
-        self.x = x
+    import numpy as np, synk
 
-def helper(x):
-    return x / 0
+    class Point:
+        def __init__(self, x):
+            self.x = x
 
-def body(x, point):
-    y = point.x
-    return helper(len(x) + y)
+    def helper(x):
+        return x / 0
+
+    def body(x, point):
+        y = point.x
+        return helper(len(x) + y)
+
+    if __name__ == "__main__":
+        with synk.fork(2):
+            try:
+                synk.function(body, bcast_inputs="point", outputs="sum")(np.arange(4), Point(1))
+            except ZeroDivisionError as error:
+                print(error.__notes__[-1])
 """
 
 
-def test_it_is_replayed_in_another_place_and_under_pdb(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:
+def test_it_is_replayed_in_another_place_and_under_pdb(tmp_path: Path) -> None:
     """Without the program: its functions and classes are in the file."""
-    program: dict[str, Any] = {"__name__": "__main__"}
-    exec(PROGRAM, program)
-    with pytest.raises(ZeroDivisionError) as caught:
-        rt.function(program["body"], bcast_inputs="point", outputs="sum")(np.arange(4), program["Point"](1))
-    (path,) = files()
-    replay = f"synk.replay({str(path)!r}"
-    assert f"{replay})" in caught.value.__notes__[-1]
+    said = script(PROGRAM, env={"SYNK_REPLAY": str(tmp_path)}).check().stdout
+    (path,) = tmp_path.glob("*.replay")
+    assert f"synk.replay({str(path)!r})" in said
+    replay = f"import synk; synk.replay({str(path)!r}, pdb=True)"
     run = subprocess.run(
-        [sys.executable, "-c", f"import synk; {replay}, pdb=True)"], input="next\nnext\np y\ncontinue\n", cwd="/",
-        capture_output=True, text=True, env={**os.environ, "SYNK_REPLAY": ""}, timeout=60,
+        [sys.executable, "-c", replay], input="next\nnext\np y\ncontinue\n", cwd="/", capture_output=True, text=True,
+        env={**os.environ, "SYNK_REPLAY": ""}, timeout=60,
     )  # fmt: skip
     assert "(Pdb) 1\n" in run.stdout
     assert "in helper" in run.stderr and run.stderr.endswith("ZeroDivisionError: division by zero\n")
