@@ -220,7 +220,7 @@ def perform(comm: Any, cases: list[Case]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_collectives_give_what_numpy_gives(at: Any, place: Any, subtests: Any, storm_count: Any) -> None:
     """The ranks' results of an ``all_reduce`` have the same bits, which are those of the next time."""
-    runtime, count = at(place), storm_count(45)
+    runtime, count = at(place), storm_count(27)
     size = runtime.world_size
 
     def body(comm: Any) -> Any:
@@ -281,7 +281,7 @@ def test_ranks_of_nodes_round_as_one(shared_runtimes: Any) -> None:
     def reduce(comm: Any) -> Any:
         rng = np.random.default_rng(comm.rank)
         found = []
-        for dtype, count, op in itertools.product(("f2", "f4", "f8"), (1000, 200_001), ("avg", "sum", "prod")):
+        for dtype, count, op in itertools.product(("f2", "f4", "f8"), (1000, 70_001), ("avg", "sum", "prod")):
             values = rng.normal(size=count).astype(dtype)
             found += [comm.all_reduce(values, op), comm.reduce_scatter(values[: count // 4 * 4], op)]
             total = comm.reduce(values, op, 2)
@@ -289,7 +289,7 @@ def test_ranks_of_nodes_round_as_one(shared_runtimes: Any) -> None:
         return hashlib.sha256(b"".join(each.tobytes() for each in found)).hexdigest()
 
     def average(x: np.ndarray) -> Any:
-        values = np.random.default_rng(synk.comm.rank).integers(0, 2048, 200_000).astype("f2")
+        values = np.random.default_rng(synk.comm.rank).integers(0, 2048, 50_000).astype("f2")
         return values, synk.comm.all_reduce(values, "avg")
 
     bits = on_each(shared_runtimes[4], reduce)
@@ -354,7 +354,7 @@ def test_out_may_be_a_part_of_the_array(at: Any, place: Any) -> None:
 
     def body(comm: Any) -> bool:
         size, rank = comm.world_size, comm.rank
-        for length in (8, 300_000):
+        for length in (8, 150_000):
             everybody = [np.arange(length * size, dtype=float) * (each + 1) for each in range(size)]
             mine = everybody[rank].copy()
             comm.reduce_scatter(mine, "sum", out=mine[1 : 1 + length])
@@ -371,7 +371,7 @@ def test_out_may_be_a_part_of_the_array(at: Any, place: Any) -> None:
             assert_same(shifted[1:], 2 * np.arange(float(length)))
             out = np.full(length, -1.0)
             assert (comm.reduce(np.ones(length), "sum", 1, out=out) is out) == (rank == 1)
-            assert set(out.tolist()) == {size if rank == 1 else -1.0}  # that of other ranks is not touched
+            assert (out == (size if rank == 1 else -1.0)).all()  # that of other ranks is not touched
         parts = [np.full(count, 10.0 + each) for each, count in enumerate(counts)]
         comm.all_gather(np.zeros(counts[0]), 0)
         out = np.zeros(sum(counts))

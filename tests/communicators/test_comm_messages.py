@@ -44,9 +44,9 @@ def test_a_message_brings_its_shape_and_dtype(at: Any, place: Any) -> None:
 
 
 @pytest.mark.parametrize("place", [2, "1+1"])
-def test_messages_of_36_mb_in_both_directions_at_once(shared_runtimes: Any, place: Any) -> None:
+def test_messages_of_18_mb_in_both_directions_at_once(shared_runtimes: Any, place: Any) -> None:
     """More than the memory that is kept for them: one that waits for its receiver, and two that do not."""
-    count = 36_000_000 // 8
+    count = 18_000_000 // 8
 
     def body(comm: Any) -> bool:
         peer = 1 - comm.rank

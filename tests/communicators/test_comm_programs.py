@@ -137,7 +137,7 @@ def test_random_programs_give_what_they_must(at: Any, place: Any, storm_count: A
     f = runtime.function(
         lambda x, programs: run(programs[synk.comm.rank], size, is_whole=True), bcast_inputs="programs", outputs="sum"
     )
-    for number in range(storm_count(8)):
+    for number in range(storm_count(6)):
         with subtests.test(case=number):
             assert f(np.zeros(size), program(f"{place} {number}", size)) == size
 
