@@ -74,7 +74,7 @@ LUCK = ("test_luck[a[b::c]]", "test_luck[d e]")
 @pytest.mark.parametrize(
     ("options", "names", "status", "closing", "flaky"),
     (
-        ("-n 2", "passes luck end crash", 0, "2 passed, 4 flaky", ("test_crash", "test_end", *LUCK)),
+        ("-n 1", "passes luck end crash", 0, "2 passed, 4 flaky", ("test_crash", "test_end", *LUCK)),
         ("-n 0 -k", "nothing", 5, "10 deselected", ()),
         ("-n 0", "luck crashes_later", 1, "3 failed", ()),
         ("-n 1 -x", "luck passes", 2, "1 failed", ()),
