@@ -133,7 +133,7 @@ class NotesThatExit(Exception):
 DESCRIBED: dict[str, Callable[[], BaseException]] = {
     "B4 a lock": lambda: saboteurs.HoldsLock("with a lock"),
     "B5 two arguments": lambda: saboteurs.TwoArguments("one", "two"),
-    "B6 a huge payload": lambda: ValueError(b"x" * (1 << 27)),
+    "B6 a huge payload": lambda: ValueError(b"x" * (1 << 23)),
     "B7 fails when it is pickled": lambda: saboteurs.Hostile("pickle", saboteurs.raise_value_error),
     "B7 fails when it is loaded": lambda: saboteurs.Hostile("load", saboteurs.raise_value_error),
     "B7 fails when it is printed": lambda: saboteurs.Hostile("print", saboteurs.raise_value_error),

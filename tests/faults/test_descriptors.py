@@ -99,8 +99,8 @@ START = pytest.mark.own_start
 def test_D5_ctrl_c_at_any_instruction_of_a_start_or_of_close_leaves_nothing(part: str, storm_count: Count) -> None:
     """As the workers are complete, and their owner not yet, too."""
     points = {
-        "in between": f"range(1, count, max(count // {storm_count(20)}, 1))",
-        "at the end": f"range(max(count - {storm_count(50)}, 1), count)",
+        "in between": f"range(1, count, max(count // {storm_count(12)}, 1))",
+        "at the end": f"range(max(count - {storm_count(50)}, 1), count, 2)",
         "close": f"range(1, count, max(count // {storm_count(5)}, 1))",
     }
     # What is left to do when all processes run: the constructors and their callers give them to one another.

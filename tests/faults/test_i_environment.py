@@ -135,10 +135,9 @@ def test_I4_ways_to_start_a_program(tmp_path: Path, subtests: pytest.Subtests) -
     (package / "__main__.py").write_text(SAME_PATH, encoding="utf-8")
     zipapp.create_archive(package, tmp_path / "app.pyz")
     ways = {
-        "-I": ["-I", "package/__main__.py"],
-        "flags": ["-E", "-s", "-O", "-X", "dev", "-W", "error::UserWarning", "-c", SAME_PATH],
+        "-I and -c": ["-I", "-c", SAME_PATH],
+        "flags and -m": ["-E", "-s", "-O", "-X", "dev", "-W", "error::UserWarning", "-m", "package"],
         "stdin": ["-"],
-        "-m": ["-m", "package"],
         "zipapp": ["app.pyz"],
     }
     for way, command in ways.items():

@@ -180,11 +180,10 @@ assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
 
 
 RESTARTED = """
-for now in (False, True):
-    manager.restart_kernel(now=now)
-    client.wait_for_ready(timeout=60)
-    assert gone(pids), now
-    pids = start()
+manager.restart_kernel(now=False)
+client.wait_for_ready(timeout=60)
+assert gone(pids)
+pids = start()
 manager.signal_kernel(signal.SIGKILL)
 """
 

@@ -186,7 +186,7 @@ def test_a_signal_at_any_point_of_an_operation(
             for name in OPERATIONS:
                 with subtests.test(name):
                     count = interrupt(rt, name, 0, signal.SIGINT, other_thread)
-                    points = chance.sample(range(1, count + 1), min(count, 800 if is_whole else 3))
+                    points = chance.sample(range(1, count + 1), min(count, 800 if is_whole else 2))
                     for nth, number in zip(points, itertools.cycle((signal.SIGINT, signal.SIGUSR1))):
                         interrupt(rt, name, nth, number, other_thread)
     finally:

@@ -27,8 +27,8 @@ Fork = Callable[..., Any]
 WHERE = (2, "1+1")
 """Workers of one machine, and of two nodes."""
 
-BIG = 700_000
-"""Elements of a variable that workers move: 5.6 MB."""
+BIG = 150_000
+"""Elements of a variable that workers move: 1.2 MB."""
 
 
 class State:
