@@ -40,7 +40,8 @@ class InlineProcess:
 
     def start(self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, extra: dict[str, int]) -> None:
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
-        control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
+        (own,) = owned(map(os.dup, [control_fd]))
+        control = Segment(own, setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]
         half = open_rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()

@@ -369,8 +369,7 @@ class Workers:
         self.counters["messages_up"] += 1
         if status in wire.WITH_BODY:
             try:
-                with deferred():  # between the socket and its owner nobody would close a descriptor
-                    body = link.receive_body(number)
+                body = link.receive_body(number)
             except (EOFError, ConnectionResetError):  # it died, and the body with it
                 return False
             if status == wire.READY:

@@ -69,7 +69,7 @@ def command(setup_fd: int, module: str, name: str) -> list[str]:
 def write_setup(setup: dict[str, Any]) -> Descriptor:
     """Return a memory file with a worker's first message."""
     data = json.dumps(setup).encode("ascii")
-    fd = Descriptor(create_fd(len(data)))
+    fd = create_fd(len(data))
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)  # the worker's descriptor shares the file position

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from synk._wire.mapping import owned
+
 _files: weakref.WeakKeyDictionary[Any, tuple[int, int] | None] = weakref.WeakKeyDictionary()
 """For each map, the device and the inode of its file; None if the name led to another file when it was first met."""
 
@@ -88,18 +90,15 @@ def _file_of(owner: np.memmap) -> tuple[int, int] | None:
     """
     try:
         # The name may belong to a pipe by now, and opening it would wait for a writer.
-        fd = os.open(str(owner.filename), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        (fd,) = owned(map(os.open, [str(owner.filename)], [os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK]))
     except OSError:
         return None
-    try:
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode):
-            with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 1, access=mmap.ACCESS_READ) as page:
-                theirs, ours = _files_at([_address(owner), _address(np.frombuffer(page, np.uint8))])
-                return (status.st_dev, status.st_ino) if theirs == ours is not None else None
-        return None
-    finally:
-        os.close(fd)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 1, access=mmap.ACCESS_READ) as page:
+            theirs, ours = _files_at([_address(owner), _address(np.frombuffer(page, np.uint8))])
+            return (status.st_dev, status.st_ino) if theirs == ours is not None else None
+    return None
 
 
 def _files_at(addresses: list[int]) -> list[tuple[bytes, bytes] | None]:

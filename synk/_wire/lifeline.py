@@ -27,7 +27,7 @@ class Pulse:
     """A memory file that exists as long as the program lives, or until ``close``."""
 
     def __init__(self) -> None:
-        self._fd: int = Descriptor(create_fd(mmap.PAGESIZE))
+        self._fd: int = create_fd(mmap.PAGESIZE)
         self._pid = os.getpid()
         self._address: list[int] = []  # whoever pops the address unmaps it, so that this happens once
         # No ``mmap`` object: it would keep a duplicate of the descriptor, which children inherit.

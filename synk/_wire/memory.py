@@ -17,9 +17,9 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, raise_if_of_handler
 from synk._pure.ranges import round_up
-from synk._wire.mapping import NONE, MappedFile, above_streams, punch
+from synk._wire.mapping import NONE, Descriptor, MappedFile, owned, punch
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
@@ -87,34 +87,30 @@ class Fence:
         lock.acquire()
 
 
-def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
+def create_fd(nbytes: int, *, is_reserved: bool = True) -> Descriptor:
     """Return a descriptor of ``nbytes`` of unnamed memory that only its owner may open, reserved now or in pieces."""
     try:
-        fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        (fd,) = owned(map(os.memfd_create, ["synk"], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]))
         is_sealable = True
     except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
         # memfd is missing or blocked (old kernel, seccomp). An unlinked file has no name either.
         import tempfile
 
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryFile(dir=folder) as file:
-            fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+            (fd,) = owned(map(os.dup, [file.fileno()]))
         is_sealable = False
-    try:
-        os.fchmod(fd, 0o600)
-        if is_reserved:  # full memory is ENOSPC here instead of SIGBUS at the first write
-            os.posix_fallocate(fd, 0, nbytes)
-        else:
-            os.ftruncate(fd, nbytes)
-        if is_sealable:
-            # Whoever holds the descriptor could otherwise shrink the file, and every access to the pages behind its
-            # new end would be a SIGBUS in all processes that map it.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
+    os.fchmod(fd, 0o600)
+    if is_reserved:  # full memory is ENOSPC here instead of SIGBUS at the first write
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
+    if is_sealable:
+        # Whoever holds the descriptor could otherwise shrink the file, and every access to the pages behind its new end
+        # would be a SIGBUS in all processes that map it.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
 
 
@@ -167,10 +163,9 @@ class Segment:
     def map_again(self) -> None:
         """Map a read-only segment a second time. The first mapping lives on as long as arrays refer to it."""
         assert self.mapping is not None
-        with deferred():  # the descriptor changes hands
-            again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
-            self.mapping.fd, self.mapping = NONE, again  # the old mapping goes on without a descriptor
-            self.buffer = self.root()
+        again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
+        self.mapping.fd, self.mapping = NONE, again  # the old mapping goes on without a descriptor
+        self.buffer = self.root()
 
     def _lie_at(self, mapping: MappedFile, segment_id: int, offset: int, nbytes: int, arena: Segment | None) -> None:
         self.mapping = mapping
@@ -201,21 +196,16 @@ class Segment:
             If the memory, the file size limit or the number of descriptors does not suffice.
         """
         nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
-        with deferred():  # between two system calls the descriptor has no owner
-            try:
-                # the check reads a file: for large segments only
-                if nbytes > (1 << 24) and not is_arena and nbytes > available_nbytes():
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                fd = create_fd(nbytes, is_reserved=not is_arena)
-            except OSError as error:
-                raise _no_memory(nbytes, error) from error
-            try:
-                segment = cls(fd, nbytes, is_writable=True, segment_id=segment_id)
-            except SharedMemoryError:
-                os.close(fd)
-                raise
-            segment.is_worker_writable, segment.is_arena = is_worker_writable, is_arena
-            return segment
+        try:
+            # the check reads a file: for large segments only
+            if nbytes > (1 << 24) and not is_arena and nbytes > available_nbytes():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fd = create_fd(nbytes, is_reserved=not is_arena)
+        except OSError as error:
+            raise _no_memory(nbytes, error) from error
+        segment = cls(fd, nbytes, is_writable=True, segment_id=segment_id)
+        segment.is_worker_writable, segment.is_arena = is_worker_writable, is_arena
+        return segment
 
     def create_part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
         """Reserve memory in this arena and return the segment there, filled with zeros.
@@ -294,6 +284,7 @@ def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFil
     try:
         return MappedFile(fd, nbytes, is_writable=is_writable, is_private=is_private)
     except OSError as error:
+        raise_if_of_handler(error)
         limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "address space (ulimit -v)"
         raise SharedMemoryError(
             f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "
@@ -302,6 +293,7 @@ def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFil
 
 
 def _no_memory(nbytes: int, error: OSError) -> SharedMemoryError:
+    raise_if_of_handler(error)
     return SharedMemoryError(
         f"cannot allocate a shared segment: got a size of {nbytes} bytes, {available_nbytes()} bytes are free "
         f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import pickle
 import select
@@ -14,6 +15,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -108,6 +110,7 @@ SYNC, LOAD, CLOSE = 0, -1, -2
 _PACKET = struct.Struct("<3q")  # number, whether it is the last packet, whether its body lies in memory
 _LONG = struct.Struct("<2q")  # of a body in memory: how many parts, and the size of the memory
 _INLINE, _MAX_FDS, _OUT_OF_BAND = 1 << 15, 200, 1 << 14
+_ANCILLARY, _DATA = itemgetter(1), itemgetter(2)  # of what ``recvmsg`` returns, and of a part of it
 
 
 class Link:
@@ -194,10 +197,12 @@ class Link:
                 return (loaded_from(head, fds.pop(0)) if is_long else pickle.loads(head)), fds
 
     def _receive(self, fds: list[Descriptor]) -> bytes:
-        """Return a packet, and add its descriptors to ``fds``."""
-        room = socket.CMSG_SPACE(_MAX_FDS * 4)
-        packet, extra, flags, _ = self._sock.recvmsg(_PACKET.size + _INLINE, room, socket.MSG_CMSG_CLOEXEC)
-        fds += owned(array.array("i", b"".join(raw[: len(raw) // 4 * 4] for _, _, raw in extra)))
+        """Return a packet, and add its descriptors to ``fds``. They have owners before any line of Python runs."""
+        size, room = _PACKET.size + _INLINE, socket.CMSG_SPACE(_MAX_FDS * 4)
+        received, again = itertools.tee(map(self._sock.recvmsg, [size], [room], [socket.MSG_CMSG_CLOEXEC]))
+        rights = map(_DATA, itertools.chain.from_iterable(map(_ANCILLARY, received)))
+        fds += owned(itertools.chain.from_iterable(map(array.array, itertools.repeat("i"), rights)))
+        ((packet, _, flags, _),) = again
         if flags & socket.MSG_CTRUNC:
             raise SharedMemoryError(
                 "cannot take in a message: got more descriptors than this process may open. Raise the limit of open "

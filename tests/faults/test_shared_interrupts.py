@@ -7,11 +7,13 @@ other threads too: no lock is held any more.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import itertools
 import operator
 import random
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -21,12 +23,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import PACKAGE_FOLDER, assert_right, kill_and_wait, pids
+from support.harness import PACKAGE_FOLDER, assert_right, descriptors, kill_and_wait, pids
 from support.rank_arrays import assert_same, everywhere
 from support.seeds import WHOLE_OR_SAMPLE
 
 import synk
 from synk._pure.arrays import copy_into
+from synk._wire.mapping import NONE
+from synk._wire.memory import Segment
+from synk._wire.orders import Link
 
 Fork = Callable[..., Any]
 
@@ -218,6 +223,27 @@ def test_a_signal_at_every_point_of_the_first_call_of_its_kind(
             assert at.nth > 10
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_raises_leaves_no_descriptor() -> None:
+    """Neither of memory that is made nor of a message that is received."""
+    program, rank = (Link(end, NONE, NONE) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    known, before = Segment.create(1), signal.signal(signal.SIGUSR1, raise_time_is_over)
+    try:
+        opened, at = descriptors(), InterruptAt(0, signal.SIGUSR1, "synk/_wire")
+        while at.nth <= at.count:
+            at = InterruptAt(at.nth + 1, signal.SIGUSR1, at.within)
+            with contextlib.suppress(TimeIsOver), at:
+                program.send_body(at.nth, bytes(1 << 16), [known])
+                rank.receive_body(at.nth)
+            rank.drain()
+            gc.collect()
+            assert descriptors() == opened, f"after point {at.nth}"
+        assert at.nth > 20
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        program.close()
+        rank.close()
 
 
 def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
