@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
+PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis)))
+COLLECTIONS = frozenset((list, dict, set, frozenset, deque, bytearray))
 MOST_ELEMENTS = 24
 """Of arrays and collections that are written out; larger ones are summed up."""
 
@@ -34,10 +35,10 @@ class _Reader:
         self._met: dict[int, tuple[int, Any]] = {}
 
     def read(self, obj: Any) -> str:
-        if isinstance(obj, np.generic):
-            return repr(obj.item())
         if type(obj) in PLAIN:
             return repr(obj)
+        if isinstance(obj, np.generic):
+            return repr(obj.item())
         if type(obj) is tuple:  # whether two equal ones are one object is nobody's promise
             return f"({self._listed(obj)})"
         if id(obj) in self._met:
@@ -46,6 +47,8 @@ class _Reader:
         return self._contents(obj)
 
     def _contents(self, obj: Any) -> str:
+        if type(obj) in COLLECTIONS:  # has nothing else, and there are thousands of them
+            return f"{type(obj).__name__}{self._collection(obj)}"
         if isinstance(obj, np.ndarray):
             return self._array(obj)
         if isinstance(obj, (np.random.Generator, np.random.RandomState, random.Random)):

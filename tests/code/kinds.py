@@ -104,11 +104,11 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "list of 5 500, append": ("[*range(5_500)]", "held.append(n)"),
     "list of 5 500, item": ("[*range(5_500)]", "held[117 * n] += 0.5"),
     "list of 5 500, pop": ("[*range(5_500)]", "held.pop(797 * n)"),
-    "list of 5 500 tuples, item": ("[(i, str(i)) for i in range(5_500)]", "held[797 * n] = (n, 'new')"),
-    "list of 5 500 tuples, pop": ("[(i, str(i)) for i in range(5_500)]", "held.pop(797 * n)"),
-    "list of 5 500 dicts": ("[{'k': i} for i in range(5_500)]", "held[797 * n]['k'] -= 1"),
-    "list of 1600 instances": ("[SimpleNamespace(k=i) for i in range(1600)]", "held[37 * n].k -= 1"),
-    "list of 1600 small arrays": ("[np.zeros(3) for _ in range(1600)]", "held[1500][0] += 1"),
+    "list of 1 600 tuples, item": ("[(i, str(i)) for i in range(1_600)]", "held[797 * n] = (n, 'new')"),
+    "list of 1 600 tuples, pop": ("[(i, str(i)) for i in range(1_600)]", "held.pop(797 * n)"),
+    "list of 1 600 dicts": ("[{'k': i} for i in range(1_600)]", "held[797 * n]['k'] -= 1"),
+    "list of 1 600 instances": ("[SimpleNamespace(k=i) for i in range(1_600)]", "held[37 * n].k -= 1"),
+    "list of 1 600 small arrays": ("[np.zeros(3) for _ in range(1_600)]", "held[1500][0] += 1"),
     "tuple holding a list": ("(1, [2])", "held[1].append(n)"),
     "dict, value": ("{'a': 1, 'b': 2}", "held['b'] += 1"),
     "dict, key added": ("{'a': 1}", "held[n] = n"),
@@ -124,16 +124,16 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "dict of 5 500, value": ("dict.fromkeys(range(5_500), 0)", "held[4999 * n % 5_500] += 1"),
     "dict of 5 500, key added": ("dict.fromkeys(range(5_500), 0)", "held[f'new {n}'] = n"),
     "dict of 5 500, key removed": ("dict.fromkeys(range(5_500), 0)", "del held[797 * n]"),
-    "dict of 5 500 lists": ("{i: [i] for i in range(5_500)}", "held[797 * n].append(n)"),
-    "dict of 5 500 lists, item": ("{i: [i] for i in range(5_500)}", "held[797 * n][0] -= 1"),
-    "dict of 5 500 lists, last key": (
-        "{f'k{i}': [i] for i in range(5_500)}", "held[f'new {n}'] = held.pop([*held][-1])"
+    "dict of 1 600 lists": ("{i: [i] for i in range(1_600)}", "held[797 * n].append(n)"),
+    "dict of 1 600 lists, item": ("{i: [i] for i in range(1_600)}", "held[797 * n][0] -= 1"),
+    "dict of 1 600 lists, last key": (
+        "{f'k{i}': [i] for i in range(1_600)}", "held[f'new {n}'] = held.pop([*held][-1])"
     ),
-    "list of 5 500 lists, a number in the place of one": (
-        "[[i, i + 0.5] for i in range(5_500)]", "del held[7][-1]; held[7].append(n * 1.5)"
+    "list of 1 600 lists, a number in the place of one": (
+        "[[i, i + 0.5] for i in range(1_600)]", "del held[7][-1]; held[7].append(n * 1.5)"
     ),
-    "dict of 5 500 dicts, a number in the place of one": (
-        "{i: {'a': i + 0.5} for i in range(5_500)}", "held[7].clear(); held[7]['a'] = n * 1.5"
+    "dict of 1 600 dicts, a number in the place of one": (
+        "{i: {'a': i + 0.5} for i in range(1_600)}", "held[7].clear(); held[7]['a'] = n * 1.5"
     ),
     "set of 5 500, one for another": ("{*range(5_500)}", "held.discard(797 * n); held.add(-n)"),
     "deque of 5 500, item": ("deque(range(5_500))", "held[797 * n] += 0.5"),
