@@ -91,11 +91,14 @@ class _Reader:
         return ""
 
     def _items(self, table: dict[Any, Any]) -> str:
-        lines = [f"{key!r}: {self.read(value)}" for key, value in table.items()]
+        lines = [
+            f"{key!r}: {value!r}" if type(value) in PLAIN else f"{key!r}: {self.read(value)}"
+            for key, value in table.items()
+        ]
         return ", ".join(lines) if len(lines) <= MOST_ELEMENTS else _summed_up(lines)
 
     def _listed(self, values: Iterable[Any]) -> str:
-        lines = [self.read(value) for value in values]
+        lines = [repr(value) if type(value) in PLAIN else self.read(value) for value in values]
         return ", ".join(lines) if len(lines) <= MOST_ELEMENTS else _summed_up(lines)
 
     def _attributes(self, obj: Any) -> str:

@@ -166,7 +166,7 @@ def some_batch(rng: random.Random, num_rows: int) -> Any:
 @pytest.mark.parametrize("where", WHERE)
 def test_any_sequence_of_calls_equals_plain_python(shared_runtimes: Any, where: Any, seed: int) -> None:
     program = Program(shared_runtimes[where], f"{where} {seed}")
-    for _ in range(60):
+    for _ in range(45):
         program.calls()
         np.testing.assert_allclose(program.variable.value, program.value, rtol=1e-9)
         if program.rng.random() < 0.4:

@@ -121,7 +121,7 @@ def test_a_map_gives_what_the_builtin_gives(subtests: pytest.Subtests, shared_ru
         return got, None
 
     kinds = (1, 2, 3, 0, "1+3", "2+2")
-    table = combinations(70, kinds, (None, 1, 3, 100), (True, False), range(len(ITEMS)), range(len(FUNCTIONS)))
+    table = combinations(40, kinds, (None, 1, 3, 100), (True, False), range(len(ITEMS)), range(len(FUNCTIONS)))
     for kind, batch_size, is_ordered, items, fn in table:
         with subtests.test(kind=kind, batch_size=batch_size, ordered=is_ordered, items=items, fn=fn):
             options = {"batch_size": batch_size, "ordered": is_ordered}

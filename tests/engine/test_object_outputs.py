@@ -5,7 +5,6 @@ The oracle is the plain function, called for the rows of each rank.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.names import named
-from support.seeds import WHOLE_OR_SAMPLE, drawn
+from support.seeds import WHOLE_OR_SAMPLE
 from support.tables import combinations
 from support.told import told
 
@@ -105,7 +104,7 @@ def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any,
         for workers in WHERE
     }
     kept = []
-    for case in drawn(itertools.product(FORMS, PLACES, WHERE, (1, 2, 5, 6), (1, 2)), is_whole, 80):
+    for case in combinations(10**6 if is_whole else 56, FORMS, PLACES, WHERE, (1, 2, 5, 6), (1, 2)):
         form, place, workers, rows, num_slices = case
         make, (_, _, found), num_ranks = FORMS[form], PLACES[place], shared_runtimes[workers].world_size
         x = np.arange(1.0, rows + 1)
@@ -203,7 +202,7 @@ LISTS: tuple[Callable[[Any], Any], ...] = (
 
 def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, subtests: Any) -> None:
     """The oracle is the serial list."""
-    for where, fn in combinations(24, (1, 2, 3, 0), LISTS):
+    for where, fn in combinations(12, (1, 2, 3, 0), LISTS):
         f = shared_runtimes[where].function(fn, outputs="gather")
         with subtests.test(where=where, form=LISTS.index(fn)):
             for rows in (X, X, X[:3], np.tile(X, 4)):

@@ -150,7 +150,7 @@ def test_values_of_any_kind_reach_it(subtests: Any, shared_runtimes: Any) -> Non
 
 def test_lists_tables_and_rows_of_variables_are_joined_for_it(subtests: Any, shared_runtimes: Any) -> None:
     pandas = pytest.importorskip("pandas")
-    rt = shared_runtimes[3]
+    rt = shared_runtimes[2]
     ops = (Last(sorted), Last(lambda value: value.sort_index(ascending=False)))
     f = rt.function(lambda t: ([f"{each:02}" for each in t["a"]], t), outputs=ops)
     table = pandas.DataFrame({"a": [5, 3, 8, 1, 4, 4, 7]})

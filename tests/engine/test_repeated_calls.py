@@ -56,7 +56,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f, known = make(rt), ({}, {"batch": 5}, {"batch": [1, 2, 3]}, {"batch": slice(1, 4)})
-    for (args, wrong), options in combinations(50, WRONG, known):
+    for (args, wrong), options in combinations(len(WRONG), WRONG, known):
         with subtests.test(num_args=len(args), wrong=str(wrong), after=str(options)):
             repeat(f, W, X, **options)
             messages = []

@@ -89,7 +89,7 @@ def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind:
     steps, passed = [make_step(rt, log) for log in residents], make_passed_step(rt, *residents)
     failing = rt.function(fail, outputs=None, bcast_inputs="log", updates=residents)
     pending: list[tuple[Any, float]] = []
-    for _ in range(80):
+    for _ in range(50):
         which, x = rng.randrange(2), np.arange(float(rng.randrange(1, 7)))
         action = rng.choice(ACTIONS)
         if action in ("call", "pass", "submit", "serial"):

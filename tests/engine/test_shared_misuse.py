@@ -84,7 +84,7 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
 
 def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     """Python's numbers have no width: 0.1 fits a float32 variable, and 300 no int8 one."""
-    for where, (held, value, error, words) in combinations(44, (2, 0, "1+3"), UNFIT):
+    for where, (held, value, error, words) in combinations(len(UNFIT), (2, 0, "1+3"), UNFIT):
         rt = shared_runtimes[where]
         w = rt.shared(held, name="w")
         ways: list[Callable[[], Any]] = [

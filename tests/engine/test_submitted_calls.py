@@ -82,7 +82,7 @@ def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int | s
         else:
             np.testing.assert_allclose(call.result(), right, rtol=1e-9, atol=1e-9)
 
-    for _ in range(120):
+    for _ in range(80):
         action = rng.choice(["submit"] * 10 + ["call", "result", "result", "data", "variable", "drop", "done"])
         position = int(rng.integers(3))
         kind = str(rng.choice(list(functions)))

@@ -102,15 +102,28 @@ def picked(batch: Any, array: np.ndarray) -> np.ndarray:
 
 def from_all_ranks(rt: Any, variable: Any) -> list[Any]:
     """Return each rank's value as its worker sees it."""
-    values = rt.function(lambda: deque([variable.value]), outputs=None)()  # a deque is one object
-    return [value for (value,) in values]
+    return [value for (value,) in watcher(rt, variable)()]
+
+
+def watcher(rt: Any, variable: Any) -> Any:
+    return rt.function(lambda: deque([variable.value]), outputs=None)  # a deque is one object
+
+
+def looker(rt: Any, variable: Any) -> Callable[[], list[Any]]:
+    """Return what returns each rank's value as the master reads it, after checking that the workers see the same."""
+    watch = watcher(rt, variable)
+
+    def look() -> list[Any]:
+        values = [variable[rank] for rank in range(rt.world_size)]
+        assert_same([value for (value,) in watch()], values)
+        return values
+
+    return look
 
 
 def everywhere(rt: Any, variable: Any) -> list[Any]:
-    """Return each rank's value as the master reads it, after checking that the workers see the same."""
-    values = [variable[rank] for rank in range(rt.world_size)]
-    assert_same(from_all_ranks(rt, variable), values)
-    return values
+    """Return each rank's value once."""
+    return looker(rt, variable)()
 
 
 def assigner(rt: Any, w: Any, new: Callable[[Any, Any], Any], **options: Any) -> Any:

@@ -192,7 +192,7 @@ class Fuzz:
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(50, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any, num_seeds: int) -> None:
-    num_steps = 60 if num_seeds == 1 else 150
+    num_steps = 45 if num_seeds == 1 else 150
     for seed in range(num_seeds):
         with runtime(num_workers) as rt:
             Fuzz(rt, random.Random(f"{num_workers} {seed}")).run(num_steps)

@@ -72,7 +72,7 @@ def test_variables_come_and_go_in_another_thread_while_calls_run(shared_runtimes
     assert_same(synk.gather(count), np.full(2, 100))
 
 
-@pytest.mark.parametrize("num_steps", [80, pytest.param(1000, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("num_steps", [40, pytest.param(1000, marks=pytest.mark.storm)])
 def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps: int) -> None:
     """Descriptors, mappings and private memory, in the master and in the workers; with variables and data that go."""
     rt = runtime(2)
