@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.harness import same_workers
+from support.rank_arrays import picked
 
 from synk._pure.ops import OPS
 from synk._wire.messages import LARGE_NBYTES
@@ -95,13 +96,6 @@ def pick(kind: str, rows: int, rng: np.random.Generator) -> Any:
     }[kind]
 
 
-def picked_by(batch: Any, x: np.ndarray) -> np.ndarray:
-    """Return the rows that NumPy picks."""
-    if batch is None:
-        return x
-    return x[:batch] if isinstance(batch, int) else x[batch]
-
-
 def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
     """Equal, and of the same dtype; averages to the rounding of each rank's own one, which is below 64 in size."""
     assert np.asarray(got).dtype == want.dtype
@@ -177,7 +171,7 @@ def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_coun
             batch = pick(case.batch, case.rows, np.random.default_rng(case.seed))
             rows = shared_runtimes[where].data(x) if case.as_data else x
             got = called(functions[0][case.op], rows, batch, case)
-            assert_equal(got, reference(case.op, picked_by(batch, x)), case.op)
+            assert_equal(got, reference(case.op, picked(batch, x)), case.op)
             for others in functions[1:]:
                 assert np.asarray(called(others[case.op], x, batch, case)).tobytes() == np.asarray(got).tobytes()
 

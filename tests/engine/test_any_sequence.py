@@ -1,7 +1,8 @@
 """Random programs: any sequence of calls and changes gives what the same Python gives on the whole input.
 
 Plain calls, keywords, batches, slices, subsets, serial and submitted calls of several functions that read globals and
-variables, assign, raise, and return other outputs from one call to the next.
+variables, assign, communicate, raise, and return other outputs from one call to the next, large ones among them. The
+results of submitted calls are asked for later, in any order, or never.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.rank_arrays import picked
 from support.seeds import seeds
 
 import synk
@@ -38,6 +40,7 @@ class Program:
             np.asfortranarray(X),
             X[:1],
         ]
+        self.held: list[tuple[Any, Any, float]] = []
         exec("def scaled(w, x):\n    return (x * SCALE * w).sum(), x.max(axis=0) * SCALE", self.scope)
         variable = self.variable
 
@@ -52,7 +55,8 @@ class Program:
             return (x * w).sum(), x.max(axis=0) * 1.0
 
         options = {"bcast_inputs": "w", "outputs": ("sum", "max")}
-        bodies = {"scaled": self.scope["scaled"], "read": read, "assign": assign, "change": change, "times": times}
+        bodies = {"read": read, "assign": assign, "change": change, "times": times, "meet": meet}
+        bodies["scaled"] = self.scope["scaled"]
         self.functions = {name: rt.function(body, **options) for name, body in bodies.items()}
 
     def weights(self, name: str) -> Any:
@@ -74,24 +78,45 @@ class Program:
         for _ in range(self.rng.randint(1, 12)):
             w = self.weights(name)
             if name == "assign" and w[1] > 1:
+                if self.rng.random() < 0.5:
+                    self.held.append((self.functions[name].submit(w, source), None, 0.0))
+                    continue
                 with pytest.raises(LookupError, match="as told"):
                     self.functions[name](w, source)
                 continue
-            self.check(name, w, source, self.rng.choice(["plain"] * 12 + self.ways))
+            self.check(name, w, source, self.rng.choice(["plain"] * 12 + ["hold"] * 4 + self.ways))
             if name == "assign" and w[0] > 0:
                 self.value = self.value + 1
 
     def check(self, name: str, w: Any, source: Any, way: str) -> None:
         x = np.array(source)
-        if name == "assign" and way in ("slices", "serial", "submit several"):  # where it would be assigned not once
+        if name in ("assign", "meet") and way in ("slices", "serial", "submit several"):  # where it would be not once
             way = "plain"
-        batch = some_batch(self.rng, len(x)) if way in ("batch", "keywords", "submit several") else None
-        x = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
-        got = WAYS.get(way, plain)(self.functions[name], w, source, batch)
-        expected = self.expected(name, w, x)
-        for one, other in zip(got, expected[:1] if way == "subset" else expected, strict=True):
-            assert np.shape(one) == np.shape(other)
-            np.testing.assert_allclose(one, other, rtol=1e-4 if x.dtype == np.float32 else 1e-9, atol=1e-9)
+        batch = some_batch(self.rng, len(x)) if way in ("batch", "keywords", "submit several", "hold") else None
+        x = picked(batch, x)
+        expected, rtol = self.expected(name, w, x), 1e-4 if x.dtype == np.float32 else 1e-9
+        if way != "hold":
+            got = WAYS.get(way, plain)(self.functions[name], w, source, batch)
+            assert_near(got, expected[:1] if way == "subset" else expected, rtol)
+            return
+        own = source.copy() if isinstance(source, np.ndarray) else source
+        self.held.append((self.functions[name].submit(w, own, batch=batch), expected, rtol))
+        if own is not source:
+            own[:] = np.nan
+
+    def look(self, count: int) -> None:
+        """Compare the results of some submitted calls, after a look at whether they are done; drop another one."""
+        for call, *_ in self.held:
+            call.done()
+        for _ in range(min(count, len(self.held))):
+            call, expected, rtol = self.held.pop(self.rng.randrange(len(self.held)))
+            if expected is None:
+                with pytest.raises(LookupError, match="as told"):
+                    call.result()
+            else:
+                assert_near(call.result(), expected, rtol)
+        if self.held and self.held[-1][1] is not None and self.rng.random() < 0.2:
+            self.held.pop()
 
     def change(self) -> None:
         """Change data, a global, a variable, or what the ranks did last."""
@@ -131,10 +156,22 @@ def times(w: Any, x: np.ndarray) -> Any:
     return (x * w).sum(), x.max(axis=0) * 1.0
 
 
+def meet(w: Any, x: np.ndarray) -> Any:
+    total = synk.comm.all_reduce((x * w).sum(), "sum")
+    return total * (synk.comm.rank == 0), x.max(axis=0) * 1.0
+
+
 def change(w: np.ndarray, x: np.ndarray) -> Any:
     """Return outputs whose shapes depend on ``w``."""
     total, largest = times(w, x)
-    return (np.full(1 + int(4 * abs(w[0])), total), largest) if w[1] < 0.5 else (total, np.stack([largest] * 2))
+    size = 40_000 if w[2] > 1 else 1 + int(4 * abs(w[0]))
+    return (np.full(size, total), largest) if w[1] < 0.5 else (total, np.stack([largest] * 2))
+
+
+def assert_near(got: Any, expected: Any, rtol: float) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert np.shape(one) == np.shape(other)
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-9)
 
 
 def plain(f: Any, w: Any, x: Any, batch: Any) -> Any:
@@ -171,3 +208,5 @@ def test_any_sequence_of_calls_equals_plain_python(shared_runtimes: Any, where: 
         np.testing.assert_allclose(program.variable.value, program.value, rtol=1e-9)
         if program.rng.random() < 0.4:
             program.change()
+        program.look(program.rng.randrange(6))
+    program.look(len(program.held))

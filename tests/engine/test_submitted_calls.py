@@ -14,13 +14,9 @@ import numpy as np
 import pytest
 from support.gates import Gate
 from support.harness import same_workers, wait_for
-from support.seeds import seeds
 
 import synk
 from synk.errors import ClosedError, CollectiveMismatch, ReentrancyError
-
-LARGE = 40_000
-"""Elements of a large output of float64."""
 
 
 @pytest.fixture
@@ -38,82 +34,7 @@ def waiting(rt: Any, gate: Gate) -> Any:
     return rt.function(wait, outputs="sum")
 
 
-# ----- results and their order
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 0])
-@pytest.mark.parametrize("seed", seeds(2, 4))
-def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int | str, seed: int) -> None:  # noqa: C901
-    """Submitted and plain calls of all kinds, changes of Data and variables, dropped calls, in any order."""
-    rt = shared_runtimes[num_workers]
-    rng = np.random.default_rng([seed, rt.world_size])
-    w = rt.shared(np.zeros(3))
-    data = [rt.data(rng.standard_normal((40, 3))) for _ in range(3)]
-    arrays = [np.array(each) for each in data]
-    value = np.zeros(3)
-
-    def assigning(x: Any) -> Any:
-        w.value = w.value + 1.0
-        return x.sum(axis=0)
-
-    functions = {
-        "sum": rt.function(lambda x: x.sum(axis=0), outputs="sum"),
-        "gather": rt.function(lambda x: x * 2, outputs="gather"),
-        "large": rt.function(lambda x: np.full((LARGE, 3), x.sum()), outputs="sum"),
-        "reading": rt.function(lambda x: x @ w.value, outputs="gather"),
-        "assigning": rt.function(assigning, outputs="sum"),
-        "meeting": rt.function(lambda x: synk.comm.all_reduce(x.sum(axis=0), "sum"), outputs="first"),
-        "failing": rt.function(lambda x: {}[len(x)], outputs="sum"),
-    }
-
-    def expected(kind: str, x: Any) -> Any:
-        if kind == "gather":
-            return x * 2
-        if kind == "reading":
-            return x @ value
-        return np.full((LARGE, 3), x.sum()) if kind == "large" else x.sum(axis=0)
-
-    held: list[tuple[str, Any, Any]] = []
-
-    def check(kind: str, call: Any, right: Any) -> None:
-        if kind == "failing":
-            with pytest.raises(KeyError):
-                call.result()
-        else:
-            np.testing.assert_allclose(call.result(), right, rtol=1e-9, atol=1e-9)
-
-    for _ in range(80):
-        action = rng.choice(["submit"] * 10 + ["call", "result", "result", "data", "variable", "drop", "done"])
-        position = int(rng.integers(3))
-        kind = str(rng.choice(list(functions)))
-        batch = rng.choice(40, rng.integers(rt.world_size, 40)) if rng.random() < 0.3 else None
-        rows = arrays[position] if batch is None else arrays[position][batch]
-        source = data[position] if rng.random() < 0.5 else arrays[position].copy()
-        if action == "submit":
-            num_slices = 1 if kind in ("assigning", "meeting") else int(rng.integers(1, 4))
-            call = functions[kind].submit(source, batch=batch, num_slices=num_slices)
-            held.append((kind, call, expected(kind, rows)))
-            if type(source) is np.ndarray:
-                source[:] = np.nan
-            value = value + 1.0 if kind == "assigning" else value
-        elif action == "call" and kind not in ("assigning", "failing"):
-            np.testing.assert_allclose(functions[kind](source, batch=batch), expected(kind, rows), rtol=1e-9, atol=1e-9)
-        elif action == "result" and held:
-            check(*held.pop(int(rng.integers(len(held)))))
-        elif action == "data":
-            arrays[position] = rng.standard_normal((40, 3))
-            data[position][:] = arrays[position]
-        elif action == "variable":
-            value = rng.standard_normal(3)
-            synk.broadcast(w, value)
-        elif action == "drop" and held and held[-1][0] != "failing":
-            held.pop()
-        elif action == "done":
-            for _, call, _ in held:
-                call.done()
-    for each in held:
-        check(*each)
-    np.testing.assert_allclose(w.value, value, rtol=1e-12)
+# ----- results and their order; in random sequences: ``test_any_sequence.py``
 
 
 def test_shared_variables_make_calls_wait_for_one_another(shared_runtimes: Any) -> None:

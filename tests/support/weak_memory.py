@@ -263,7 +263,7 @@ class _Machine:
             return (
                 [((*memory[:place], 0, *memory[place + 1 :]), done_before, awake, registers)] if memory[place] else []
             )
-        if step.until({word: memory[place] for word, place in self._words.items()}):
+        if step.until({word: memory[self._words[word]] for word in step.words}):
             return [(memory, done, asleep, registers)]
         return [(memory, done_before, (*asleep[:k], True, *asleep[k + 1 :]), registers)] if step.kind == "nap" else []
 
