@@ -70,13 +70,16 @@ demo: $(DEMOS)
 	@$(PY) demos/10_digits_softmax.py --picture digits.png
 
 # One thread each: those of a worker alone would take the cores of the other process's workers, and wait for each other.
-# What failed runs once more at the end, alone; what passes then is listed as FLAKY and does not fail the command.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+SUITE := $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal
 ALONE := $(PY) tests/support/alone.py
 
+# What failed runs once more, alone; what passes then is listed as FLAKY (tests/conftest.py), and does not fail the command.
 ifeq ($(EXTRA),)
+test: CACHE := -o cache_dir=build/test
 test: $(TEST)
-	@$(PYTEST) -p support.once_more -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
+	@$(SUITE) $(CACHE) --cache-clear $(ARGS) || { [ $$? = 1 ] && echo "== what failed, once more, alone" && \
+	  $(PYTEST) $(CACHE) --last-failed --last-failed-no-failures=none --maxfail=10 -rfEp $(ARGS); }
 else
 test: install
 	@$(TEST_$(EXTRA))
@@ -99,15 +102,16 @@ TEST_ray = if ! $(ALONE) true; then \
     echo "== make test EXTRA=ray: NOT RUN. Ray itself does not start in a network namespace of this machine."; \
   else OMP_NUM_THREADS=1 $(ALONE) $(PY) -m pytest -m ray tests/cluster $(ARGS); fi
 
-# The whole suite three times beside four busy processes; what failed in any run is listed, and fails the command.
+# The whole suite three times beside four busy processes. A test that fails in any of the runs races, or has found a bug.
 soak: $(TEST)
-	@$(PY) tests/support/soak.py $(ARGS)
+	@for each in 1 2 3 4; do timeout 2h sh -c "while :; do :; done" & busy="$$busy $$!"; done; trap "kill $$busy" EXIT INT TERM; \
+	for run in 1 2 3; do echo "== run $$run of 3"; $(SUITE) $(ARGS) || failed=1; done; exit $${failed:-0}
 
 mutants: $(TEST)
 	@$(PY) tests/support/mutants.py $(ARGS)
 
 storm: $(TEST)
-	@$(PYTEST) -m storm -n $(JOBS) --maxprocesses 8 --dist worksteal --timeout=3000 -o faulthandler_timeout=1800 $(ARGS)
+	@$(SUITE) -m storm --timeout=3000 -o faulthandler_timeout=1800 $(ARGS)
 
 faults: $(TEST)
 	@$(PY) -m benchmarks.faults $(ARGS)
@@ -130,12 +134,12 @@ lint: $(DEV)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-# What a change is likely to break, in about a minute.
-quick: $(DEV) $(TEST)
-	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy
-	@OMP_NUM_THREADS=1 $(PY) tests/support/quick.py $(ARGS)
+# What a change since main is likely to break: the tests that were changed, or that name a changed file of the package.
+quick: lint $(TEST)
+	@changed=$$(git diff --name-only $$(git merge-base main HEAD); git ls-files --others --exclude-standard); \
+	tests=$$(echo "$$changed" | grep "^tests/.*/test_.*py$$"; echo "$$changed" | tr / . | sed -n "s/^\(synk[.].*\)[.]py$$/\1/p" \
+	  | grep -rlFw -f - tests --include="test_*.py" | head -20); \
+	$(SUITE) -q tests/house/test_layout.py tests/house/test_messages.py $$tests $(ARGS)
 
 # Without constraints; and without torch and scikit-learn, which are large.
 newest:

@@ -65,6 +65,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         nurseries.choose(uses_torch(item) if is_forked else None)
 
 
+def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
+    """Say FLAKY of what failed in the run before and passes now."""
+    is_again = config.getoption("lf", False) and type(report) is pytest.TestReport
+    return ("passed", ".", "FLAKY") if is_again and report.when == "call" and report.passed else None
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if nurseries := session.config.stash.get(_nurseries, None):
         nurseries.close()

@@ -1,19 +1,33 @@
-"""Ranks are counted within the call, whichever of the runtime's run it. NumPy is the oracle."""
+"""Ranks of a call, what they start and wait for later, how they sleep and wake each other, and wires between nodes.
+
+Ranks are counted within the call, whichever of the runtime's run it. NumPy is the oracle. Requests at random are in
+``test_comm_programs.py``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
 import signal
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
+from support.harness import same_workers
+from support.places import SEVERAL_RANKS, on_each
 from support.rank_arrays import assert_same
 from test_comm_collectives import Case, perform
 
 import synk
-from synk.errors import WorkerDied
+from synk.communicators._layout import ControlLayout, SegmentLayout, required_nbytes
+from synk.communicators._wires import Wires
+from synk.errors import CollectiveMismatch, WorkerDied
 
 CHOSEN = [(0, 2), (1, 2), (2,), (0, 1, 2)]
 
@@ -116,3 +130,183 @@ def test_outside_of_a_call_a_rank_is_that_of_the_runtime() -> None:
         with pytest.raises(WorkerDied):
             f(x, True, batch=rows_of((2,)))
         assert f(x, False, batch=rows_of((1, 2))) == [None, "(0, 2)", "(1, 2, (2, 3, (0, 1, 2)))"]
+
+
+def sent_when_it_is_done(comm: Any) -> None:
+    """Rank 1 sends only when the collective is done, which takes several meetings that the others must come to."""
+    request = comm.all_reduce(np.full(300_001, 1.0), "sum", async_op=True)
+    if comm.rank == 1:
+        assert request.wait()[-1] == comm.world_size
+        for rank in range(comm.world_size):
+            comm.isend(np.array([4.0, 5.0]), rank)
+    assert comm.recv(1).tolist() == [4.0, 5.0]
+    assert request.wait()[0] == comm.world_size
+
+
+def asked_again_and_again(comm: Any) -> None:
+    """``test`` never waits, and goes on."""
+    if comm.rank == 0:
+        request = comm.all_reduce(np.ones(4), "sum", async_op=True)
+        assert not request.test()
+        comm.send(np.zeros(1), 1)
+    else:
+        if comm.rank == 1:
+            comm.recv(0)
+        request = comm.all_reduce(np.ones(4), "sum", async_op=True)
+    while not request.test():
+        pass
+    assert request.wait().tolist() == [comm.world_size] * 4
+
+
+def in_another_thread(comm: Any) -> None:
+    """As autograd's on devices: one caller at a time, whichever thread it is."""
+    size, found, request = comm.world_size, [], comm.all_reduce(np.ones(2), "sum", async_op=True)
+
+    def run() -> None:
+        found.append(comm.all_reduce(np.ones(1), "sum"))
+        comm.isend(np.ones(2), (comm.rank + 1) % size)
+        found.append(comm.recv((comm.rank - 1) % size))
+        found.append(request.wait())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [each.tolist() for each in found] == [[size], [1, 1], [size, size]]
+    assert comm.all_reduce(np.ones(1), "sum")[0] == size
+
+
+def waited_for_by_one(comm: Any) -> None:
+    """What nobody waits for is brought to its end; a request that nothing was received by is no error."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    request, _ = comm.all_reduce(np.ones(3), "sum", out=np.empty(3), async_op=True), comm.irecv(before)
+    comm.isend(np.ones(300_000), after)
+    if comm.rank == 0:
+        request.wait()
+
+
+BODIES: list[Callable[[Any], None]] = [
+    sent_when_it_is_done,
+    asked_again_and_again,
+    in_another_thread,
+    waited_for_by_one,
+]
+
+
+def test_started_ones_go_on_whatever_a_rank_waits_for(at: Any, subtests: Any) -> None:
+    for place in SEVERAL_RANKS:
+        for body in BODIES:
+            with subtests.test(case=body.__name__, place=place):
+                on_each(at(place), body)
+
+
+def test_a_request_belongs_to_its_call(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    held: list[Any] = []  # each rank's own, and kept between calls
+
+    def body(x: np.ndarray, turn: int) -> Any:
+        if turn == 0:
+            held.append(synk.comm.barrier(async_op=True))
+            return 0
+        return held[0].wait() if turn == 1 else held[0].test()
+
+    f = rt.function(body, bcast_inputs="turn", outputs="max")
+    f(np.zeros(2), 0)
+    for turn in (1, 2):
+        with same_workers(rt), pytest.raises(CollectiveMismatch, match="which is over"):
+            f(np.zeros(2), turn)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 5, 64, 300))
+def test_what_belongs_to_different_ranks_does_not_overlap(world_size: int) -> None:
+    nbytes = required_nbytes(world_size)
+    layout = SegmentLayout(nbytes, world_size)
+    assert layout.half_nbytes % 64 == layout.ring_nbytes % 64 == 0
+    assert layout.halves >= ControlLayout(world_size).nbytes
+    assert layout.rings >= layout.halves + world_size * 2 * layout.half_nbytes
+    assert layout.rings + world_size**2 * layout.ring_nbytes <= nbytes
+    assert layout.half_nbytes >= (world_size + 1) * 64
+    assert layout.ring_nbytes >= 64
+
+
+def hasty(body: Callable[[Any], Any], recheck_ms: int | None) -> Callable[[Any], Any]:
+    """Return a body that never spins, and looks for a deadlock every ``recheck_ms`` (None: never).
+
+    Ranks of several nodes then report to each other at each look that they sleep.
+    """
+
+    def run(comm: Any) -> Any:
+        from synk.communicators import _rendezvous, _wired
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_rendezvous, "SPIN_YIELDS", 0)
+            patch.setattr(_rendezvous, "RECHECK_MS", recheck_ms)
+            patch.setattr(_wired, "RECHECK_MS", recheck_ms)
+            patch.setattr(_wired, "REPORT_S", 0.0)
+            return body(comm)
+
+    return run
+
+
+def meet_and_pass_on(comm: Any) -> int:
+    """Meet often, and pass numbers around a ring of ranks; return how many came in order."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    for _ in range(1000):
+        comm.barrier()
+    for number in range(200):
+        comm.isend(np.full(50, number), after)
+        assert (comm.recv(before) == number).all()
+    return 200
+
+
+def at_random_speed(comm: Any) -> int:
+    rng = random.Random(comm.rank)
+    for count in (5, 10_000, 400_000) * 6:
+        if rng.random() < 0.3:
+            time.sleep(0.03)  # the others sleep over what this one will bring
+        for _ in range(rng.randrange(3000)):
+            os.sched_yield()
+        assert comm.all_reduce(np.ones(count), "sum")[-1] == comm.world_size
+        comm.isend(np.full(count, comm.rank), (comm.rank + 1) % comm.world_size)
+        assert comm.recv((comm.rank - 1) % comm.world_size)[-1] == (comm.rank - 1) % comm.world_size
+    return 200
+
+
+@pytest.mark.parametrize("place", [3, "1+2"])
+@pytest.mark.parametrize("body", [meet_and_pass_on, at_random_speed])
+def test_none_is_lost_and_nobody_is_taken_for_stuck(shared_runtimes: Any, place: Any, body: Any) -> None:
+    runtime = shared_runtimes[place]
+    recheck_ms = None if body is meet_and_pass_on and place != "1+2" else 1
+    assert on_each(runtime, hasty(body, recheck_ms)) == [200] * runtime.world_size
+
+
+def shout(address: str, key: bytes | None, head: bytes = b"stranger") -> zmq.Socket[bytes]:
+    """Return a socket that has sent to an inlet, in the clear or with a key."""
+    socket = zmq.Context().socket(zmq.PUSH)
+    if key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = key
+    socket.sndtimeo = 2000  # the inlet may close a stranger's connection before all is sent
+    socket.connect(address)
+    with contextlib.suppress(zmq.Again):
+        for _ in range(100):
+            socket.send_multipart([head, b"y" * 100])
+    return socket
+
+
+def test_what_an_uninvited_client_sends_gets_nowhere() -> None:
+    """It knows the address, which anybody on the machine can read, and has no key or another one."""
+    wires = Wires()
+    strangers = [shout(wires.address, None), shout(wires.address, zmq.curve_keypair()[0])]
+    guests = [shout(wires.address, wires.key, b"guest") for _ in range(2)]
+    poll = zmq.Poller()
+    poll.register(wires.fd, zmq.POLLIN)
+    found: list[bytes] = []
+    while len(found) < 200:  # all that the guests send; the strangers have begun before them
+        poll.poll(100)
+        while (head := wires.receive()) is not None:
+            found.append(head)
+            wires.drop()
+    assert set(found) == {b"guest"}
+    for socket in (*strangers, *guests):
+        socket.context.destroy(0)
+    wires.close()

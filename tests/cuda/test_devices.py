@@ -1,19 +1,30 @@
-"""What CUDA answers about the GPUs, from a child with a stand-in for its driver, and who gets which."""
+"""What CUDA answers about the GPUs, from a child with a stand-in for its driver, and who gets which.
+
+Which shared memory is registered with the driver; and that a program which computes with torch on CPU workers, beside
+GPUs that are not used, is told so once.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import fake_gpus
 
 import synk
+from synk._pure.arrays import address_of
+from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.backends import _listing
 from synk.backends._assignment import choose
-from synk.cuda import _devices
+from synk.cuda import _devices, _placement
 from synk.cuda._devices import Device, Gpus, cpus_near, explain_absence, is_named, visible_gpus
+from synk.cuda._pinned import PinnedSegments
 
 UUIDS = [f"GPU-0000000{k}-aaaa-bbbb-cccc-dddddddddddd" for k in range(4)]
 
@@ -124,3 +135,114 @@ def test_an_absence_is_explained_and_info_describes_devices(
     text = synk.info()
     assert "a driver for CUDA 13.0" in text and "peer access: between all of them" in text
     assert text.count("Fake GPU, 16.0 GiB, GPU-0000000") == 3
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield the stand-in for CuPy."""
+    monkeypatch.syspath_prepend(str(fake_gpus.FAKES))
+    import cupy
+
+    yield cupy
+    assert cupy.cuda.runtime.registered() == {}
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        del sys.modules[name]  # not by monkeypatch, which would put it back
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    """Yield a segment as a worker maps what it only reads."""
+    made = Segment.create(8 * PAGE_NBYTES)
+    mapped = Segment(os.dup(made.fd), made.nbytes, is_writable=False, segment_id=1)
+    yield mapped
+    mapped.close()
+    made.close()
+
+
+def test_a_segment_is_registered_when_it_is_used(cupy: Any, segment: Segment) -> None:
+    """As a whole, and writable below NumPy's flags. Memory that is no segment is never."""
+    pinned, registered = PinnedSegments(cupy.cuda.runtime), cupy.cuda.runtime.registered
+    array, start = np.zeros(10 * PAGE_NBYTES, np.uint8), address_of(segment.buffer)
+    for _ in range(2):
+        assert pinned.on_device(address_of(array), array.nbytes) == 0
+        pinned.add(segment)
+        assert pinned.on_device(start + 10, segment.nbytes) == 0  # it is not all in the segment
+        assert (registered(), pinned.is_pinned(start, 1), pinned.is_pinned(start, 0)) == ({}, False, True)
+    assert pinned.on_device(start + 100, 50) == start + 100
+    assert registered() == {start: segment.nbytes}
+    assert pinned.is_pinned(start, segment.nbytes) and not pinned.is_pinned(start, segment.nbytes + 1)
+    assert not segment.buffer.flags.writeable
+    pinned.forget(segment)
+    assert registered() == {}
+    pinned.forget(segment)
+    assert (pinned.on_device(start, 100), pinned.refusal) == (0, "")
+
+
+def test_a_segment_that_lies_where_another_lay_is_registered_anew(cupy: Any) -> None:
+    """The pages that the driver knows are no longer those of the file."""
+    pinned = PinnedSegments(cupy.cuda.runtime)
+    arena = Segment.create(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1, is_arena=True)
+    for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
+        part = arena.create_part(1 + nbytes, 0, nbytes)
+        pinned.add(part)
+        assert cupy.cuda.runtime.registered() == {}
+        assert pinned.on_device(address_of(part.buffer), nbytes)
+        assert cupy.cuda.runtime.registered() == {address_of(part.buffer): nbytes}
+    pinned.close()
+    arena.close()
+
+
+torch = pytest.importorskip("torch")
+
+MACHINES = {
+    "no CuPy": (Gpus((Device(0, "0", "GPU-0", "A GPU", "0", 1),), (13, 0)), 'CuPy is not installed. pip install "synk'),
+    "no answer": (Gpus(failure="cannot list the devices of CUDA"), "cannot list the devices of CUDA"),
+    "hidden": (Gpus((), (13, 0)), ""),
+    "no driver": (Gpus(), ""),
+}
+
+
+def framework(rt: synk.Runtime) -> None:
+    rt.function(lambda x: x.sum(0), framework="torch", outputs="sum")(np.ones((4, 2)))
+
+
+def tensors(rt: synk.Runtime) -> None:
+    rt.function(lambda x: x.sum(0), outputs="sum").submit(torch.ones(4, 2)).result()
+
+
+def training(rt: synk.Runtime) -> None:
+    model = torch.nn.Linear(2, 1)
+    rep = synk.torch.replicate(model, torch.optim.SGD(model.parameters(), 0.1), runtime=rt)
+    rep.function(lambda model, optimizer, x: model(x).mean(), trains=False, outputs="avg")(torch.ones(4, 2))
+
+
+CASES = [(machine, framework) for machine in MACHINES] + [("no CuPy", use) for use in (tensors, training)]
+
+
+def test_who_computes_with_torch_is_told_why_on_the_cpu(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_placement, "has_cupy", lambda: False)
+    for machine, use in CASES:
+        gpus, expected = MACHINES[machine]
+        monkeypatch.setattr(_placement, "visible_gpus", lambda gpus=gpus: gpus)
+        with (
+            subtests.test(machine=machine, use=use.__name__),
+            synk.Runtime(1) as rt,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            rt.function(lambda x: x.sum(), outputs="sum")(np.ones(3))  # nothing of torch
+            assert not caught
+            for _ in range(2):
+                use(rt)
+            assert len(caught) == bool(expected)
+            for each in caught:
+                assert "torch on CPU workers" in str(each.message) and expected in str(each.message)
+                assert each.filename == __file__
+
+
+def test_who_has_chosen_the_cpu_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus.install_driver(monkeypatch, 2)
+    with synk.Runtime(1, backend="numpy") as rt:
+        framework(rt)

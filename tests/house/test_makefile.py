@@ -1,15 +1,18 @@
-"""What make would run is a program that the shell understands; nothing is run but the faults of the documentation."""
+"""What make would run is a program that the shell understands; what ``make test`` makes of tests that fail.
+
+Nothing else is run but the faults of the documentation.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pip
 import pytest
-from support.quick import functions_at, quoted, texts_at
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,17 +53,16 @@ def test_without_a_network_one_sentence_is_said(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 2, done.stderr
 
 
-def test_quick_finds_the_quoted_words_and_the_functions_of_a_change() -> None:
-    text = 'f"cannot stream {self.name!r}: got {found}, expected an iterable of batches."'
-    runs = quoted([text, '"""Not what a docstring says."""'])
-    assert "an iterable of batches." in runs
-    assert not any("self" in words or "docstring" in words for words in runs)
-    source = "class A:\n    def first(self):\n        pass\n\n    def second(self):\n        pass\n"
-    assert functions_at(source, {6}) == {"second"} and functions_at(source, {4}) == set()
-    source = 'def told(name):\n    """Some words of it."""\n    raise ValueError(\n'
-    source += '        f"one two three four {name} five"\n        " six seven eight"\n    )\n'
-    assert texts_at(source, {5}) == {"one two three four", "five six seven eight"}, "the text, not its line alone"
-    assert texts_at(source, {2}) == set() and functions_at(source, {2}) == set()
+@pytest.mark.parametrize(("chosen", "status", "flaky"), [("::test_luck", 0, ["luck"]), ("", 2, ["luck"])])
+def test_what_fails_once_is_flaky_and_no_failure(tmp_path: Path, chosen: str, status: int, flaky: list[str]) -> None:
+    stamp = tmp_path / ".test-{}.{}".format(*sys.version_info)  # the environment is up to date
+    make = f"make -o {stamp} test PYTHON={sys.executable} PY={sys.executable} VENV={tmp_path} JOBS=1"
+    arguments = f"tests/house/luck.py{chosen} -o cache_dir={tmp_path}/cache"
+    environment = {**os.environ, "SYNK_TEST_LUCK": str(tmp_path / "luck")}
+    command = [*make.split(), f"ARGS={arguments}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == status, done.stdout
+    assert re.findall(r"^FLAKY tests/house/luck.py::test_(\w+)", done.stdout, re.MULTILINE) == flaky, done.stdout
 
 
 @pytest.mark.parametrize("kinds", [("kill-one",), pytest.param(("kill-one", "interrupt"), marks=pytest.mark.storm)])
