@@ -29,6 +29,7 @@ from synk._processes.output import report, warn_at_users_line
 from synk._processes.reports import DeathReports, at_work, signs_of_life, stderr_tails
 from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import deferred
+from synk._pure.words import text_of
 from synk._version import __version__
 from synk._wire import orders as wire
 from synk._wire.logs import levels
@@ -731,8 +732,9 @@ def ended_with(what: str, error: BaseException) -> BaseException:
         error = error.__cause__  # what has ended the other call, too
     elif isinstance(error, (WorkerDied, ClosedError, CallCancelled)):
         return copy.copy(error)
-    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
+    text = str(error) if isinstance(error, SynkError) else text_of(error)
+    why = f"together with another: {text.rstrip('.')}" if isinstance(error, Exception) else "by an interrupt"
+    cancelled = CallCancelled(f"the call of {what} was ended {why}. Submit it again.")
     cancelled.__cause__ = error if isinstance(error, Exception) else None
     return cancelled
 

@@ -23,7 +23,7 @@ from synk._engine.processes import Worker
 from synk._engine.session import Session
 from synk._engine.things import Once, Thing
 from synk._engine.variables import Variable
-from synk._engine.workers import Owed
+from synk._engine.workers import Owed, ended_with
 from synk._rank.failpoints import nothing
 from synk._rank.nodes import Wiring
 from synk._rank.outputs import RankReduction
@@ -32,7 +32,7 @@ from synk._wire.messages import COMMON_B
 from synk._wire.orders import Down
 from synk._wire.variables import leaf_offsets
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
-from synk.errors import CallCancelled, UnsupportedError, WorkerDied
+from synk.errors import UnsupportedError, WorkerDied
 
 ALONE_S = 0.2
 """How long ranks may go on when another one has failed."""
@@ -218,12 +218,12 @@ class NodeSession(Session):
         return owed.ranks
 
     def _file(self, worker: Worker) -> bool:
-        """File a reply. When a rank has failed, the others get a little time to end by themselves."""
+        """File a reply. When a rank has failed, the others get a little time, from when the calls before have ended."""
         is_filed = super()._file(worker)
-        for owed in self.flight.values():
-            if owed.pending and _has_failed(owed):
-                limit = time.monotonic() + ALONE_S
-                owed.deadline = limit if owed.deadline is None else min(owed.deadline, limit)
+        owed = next((each for each in self.flight.values() if each.pending), None)
+        if owed is not None and _has_failed(owed):
+            limit = time.monotonic() + ALONE_S
+            owed.deadline = limit if owed.deadline is None else min(owed.deadline, limit)
         return is_filed
 
     def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
@@ -235,9 +235,7 @@ class NodeSession(Session):
                     self.is_sure = True  # all that was heard is filed
                     raise
                 urgent.end(error)
-                raise CallCancelled(
-                    f"the call of {owed.what} was ended together with another: {error} Submit it again."
-                ) from error
+                raise ended_with(owed.what, error) from error
         super()._late(owed, urgent)
 
     def died(self, ranks: Sequence[int], owed: Owed) -> WorkerDied:

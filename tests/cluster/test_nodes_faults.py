@@ -328,6 +328,28 @@ def test_time_limits_and_interrupts_from_another_thread(nodes: synk.Runtime) -> 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_exception_leaves_the_calls_before_it(nodes: synk.Runtime, tmp_path: Path) -> None:
+    raised, last = tmp_path / "raised", nodes.world_size - 1
+
+    def total(x: np.ndarray, is_bad: bool) -> Any:
+        if is_bad and synk.comm.rank == 0:
+            raised.touch()
+            raise ValueError("bad")
+        if not is_bad and synk.comm.rank == last:
+            while not raised.exists():
+                time.sleep(0.01)
+            time.sleep(0.4)  # longer than the ranks of the other call get
+        return x.sum()
+
+    f = nodes.function(total, bcast_inputs="is_bad", outputs="sum")
+    before, bad, after = (f.submit(np.ones(8), is_bad) for is_bad in (False, True, True))
+    assert before.result(30) == 8.0
+    with pytest.raises(ValueError, match="bad"):
+        bad.result(30)
+    with pytest.raises((ValueError, CallCancelled), match="bad"):
+        after.result(30)
+
+
 def test_an_agent_that_takes_nothing_in_holds_nobody_up() -> None:
     """Its socket is full after two calls. What it has no room for waits, and time limits and interrupts hold."""
     with synk.Runtime(1, cluster="here", nodes=2) as rt:
