@@ -36,7 +36,7 @@ NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard $(PYENV)/3.1*/bin/python
 OLDEST_PYTHON ?= $(firstword $(wildcard $(PYENV)/3.10.*/bin/python) python3.10)
 UNPINNED_PACKAGES := -e '.[cluster]' hypothesis ipykernel joblib psutil pytest pytest-timeout pytest-xdist
 UNPINNED_TESTS := tests/first_hour/test_first_steps.py tests/api/test_tracebacks.py \
-  tests/code/test_features.py tests/code/test_captured.py tests/code/test_script_classes.py tests/extensions/test_joblib.py
+  tests/code/test_features.py tests/code/test_captured.py tests/code/test_loading.py tests/extensions/test_joblib.py
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 # In variables, because a comma would end an argument of call.

@@ -19,7 +19,7 @@ sys.path.insert(0, str(TESTS))  # for ``support``
 
 pytest.register_assert_rewrite("support.harness")
 
-from support import harness, nursery  # noqa: E402
+from support import gates, harness, nursery  # noqa: E402
 
 import synk  # noqa: E402
 
@@ -284,6 +284,11 @@ def runtime() -> Iterator[Callable[..., Any]]:
     harness.shm_files(harness.own_processes)
     for each in opened:
         each.close()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> gates.Gate:
+    return gates.Gate(tmp_path)
 
 
 @pytest.fixture(scope="session")

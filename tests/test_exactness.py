@@ -1,6 +1,6 @@
 """Every call equals NumPy on the whole input, and the serial call: op x dtype x rows x workers x slices x batch.
 
-Calls without rows: ``faults/test_h_inputs.py``.
+Calls without rows: ``faults/test_h_inputs_and_outputs.py``.
 The reference of each op is its kernel on the whole array; it knows nothing of shards, weights or slices.
 """
 

@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,11 +41,6 @@ def executor(request: pytest.FixtureRequest, shared_runtimes: Any) -> Iterator[s
     """On the two workers of one machine, and on two nodes."""
     with synk.Executor(runtime=shared_runtimes[request.param]) as made:
         yield made
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 def fail(text: str) -> None:

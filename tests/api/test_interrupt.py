@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,6 @@ import synk
 from synk.errors import CallCancelled, ClosedError, UnsupportedError
 
 X = np.arange(6.0)
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 def staying(rt: synk.Runtime, gate: Gate) -> Any:

@@ -1,7 +1,7 @@
 """Ranks of a call, what they start and wait for later, how they sleep and wake each other, and wires between nodes.
 
 Ranks are counted within the call, whichever of the runtime's run it. NumPy is the oracle. Requests at random are in
-``test_comm_programs.py``.
+``test_comm_messages.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one call sends, copies and maps, each counted.
+"""What one call sends, copies and maps, each counted; which argument is broadcast; what was once wrong in calls.
 
 ``runtime.counters`` holds what the program sent and received since the start: ``messages_down``, ``messages_up``,
 ``bytes_down``, ``bytes_up`` and ``bytes_pickled``.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,42 @@ import numpy as np
 import pytest
 from support import saboteurs
 from support.harness import mapped_memfds, pids, wait_for
+from support.saboteurs import AtLoad
+
+import synk
+from synk.errors import SerializationError, SynkError
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "two": lambda w, x: (len(w), len(x)),
+    "any number": lambda w, *rest: [len(w), *map(len, rest)],
+    "any keywords": lambda w, **more: [len(w), *map(len, more.values())],
+    "everything": lambda w, x=(), *rest, k=(), **more: [*map(len, (w, x, *rest, k, *more.values()))],
+}
+BROADCAST: list[tuple[str, Any, int, tuple[str, ...], list[int]]] = [
+    ("two", "w", 2, (), [6, 3]),
+    ("two", ["w", "x"], 1, ("x",), [6, 6]),
+    ("two", (), 2, (), [3, 3]),
+    ("any number", "rest", 3, (), [3, 6, 6]),
+    ("any keywords", "more", 1, ("a", "b"), [3, 6, 6]),
+    ("any keywords", "a", 1, ("a", "b"), [3, 6, 3]),
+    ("everything", ["k", "x"], 3, ("k", "z"), [3, 6, 3, 6, 3]),
+]
+"""Function, what is broadcast, how many arguments by position and by which names, and the rows that each has."""
+
+
+def test_what_is_broadcast(subtests: Any, shared_runtimes: Any) -> None:
+    rt, x = shared_runtimes[2], np.arange(6.0)
+    for name, bcast, count, keywords, rows in BROADCAST:
+        with subtests.test(name, bcast=bcast):
+            f = rt.function(FUNCTIONS[name], bcast_inputs=bcast, outputs="first")
+            assert [*f(*[x] * count, **dict.fromkeys(keywords, x))] == rows
+    with pytest.raises(ValueError, match=r"got bcast_inputs \['y'\], expected names of its parameters \['w', 'x'\]"):
+        rt.function(FUNCTIONS["two"], bcast_inputs=["w", "y"])
+    assert rt.function(max, outputs="first")([3, 1, 4, 1]) == 3, "a built-in without a signature"
+    whole = rt.function(lambda w: w.sum(), bcast_inputs="w", outputs="first")
+    with pytest.raises(ValueError, match="batch was given, but no argument is scattered"):
+        whole(x, batch=3)
+
 
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
 """8 MB."""
@@ -215,3 +253,103 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
     for pid in pids(shared_runtimes[2]):
         stat = Path(f"/proc/{pid}/stat")
         assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
+
+
+@pytest.fixture
+def rt(shared_runtimes: Any) -> Any:
+    return shared_runtimes[2]
+
+
+def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any) -> None:
+    shard = rt.shared(np.zeros(2), sharded=True)
+
+    def grow(n: int, fails: bool) -> Any:
+        shard.value = np.full(n * 5000, float(n))
+        if fails and synk.comm.rank:
+            raise ValueError("no")
+        return object() if fails else n  # rank 0 cannot publish its result when it fails
+
+    f = rt.function(grow, bcast_inputs=("n", "fails"), outputs=None, per_rank=True)
+    for n in (1, 2, 3, 2):
+        with pytest.raises((ValueError, SynkError)):
+            f(n, True)
+        assert f(n, False) == [n, n]
+        np.testing.assert_array_equal(shard.value, np.full(2 * n * 5000, float(n)))
+    shard.value = np.arange(5.0)
+    np.testing.assert_array_equal(shard.value, np.arange(5.0))
+    total = rt.function(lambda: shard.value.sum(), outputs="sum")
+    assert total() == 10.0
+
+
+def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(rt: Any) -> None:
+    """A rank has written a longer value into the place in which the next one comes to lie."""
+    w = rt.shared(np.zeros(3))
+
+    def append(x: Any) -> float:
+        w.value = np.concatenate([w.value, x])
+        if synk.comm.rank == 1 and x[0] < 0:
+            raise ValueError("refused")
+        return 0.0
+
+    f = rt.function(append, outputs="sum")
+    with pytest.raises(ValueError, match="refused"):
+        f(np.full(2, -7.0))
+    w[0], w[1] = np.ones(3), np.ones(3)
+    f(np.arange(2.0))
+    assert [w[rank].tolist() for rank in range(2)] == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_a_function_that_one_rank_cannot_load_while_the_other_waits_for_it(rt: Any) -> None:
+    def refuse() -> None:
+        if getattr(sys, "is_picky", False):
+            raise ValueError("not here")
+
+    picky = AtLoad(refuse)
+
+    def meet(x: Any) -> Any:
+        synk.comm.barrier()
+        return x.sum() + (picky is None)
+
+    def mark(is_picky: bool) -> None:
+        sys.is_picky = is_picky and synk.comm.rank == 1  # type: ignore[attr-defined]
+
+    set_mark = rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)
+    set_mark(True)
+    f = rt.function(meet, outputs="sum")
+    for _ in range(2):
+        with pytest.raises(SerializationError, match="not here"):
+            f(np.ones(2), timeout=30.0)
+    set_mark(False)
+    assert f(np.ones(2)) == 4
+
+
+def test_functions_and_results_that_are_dropped_are_freed(rt: Any) -> None:
+    class Kept:
+        pass
+
+    kept = Kept()
+    seen = weakref.ref(kept)
+    f = rt.function(lambda x, kept=None: x.sum(), outputs="sum", bcast_inputs="kept")
+    g = rt.function(lambda x: (x.sum(), np.ones(100_000)), outputs=("sum", "first"))
+    f(np.ones(4), kept)
+    pending = g.submit(np.ones(4))
+    large = weakref.ref(pending.result()[1].base)
+    del f, g, kept, pending
+    rt.function(lambda x: x, outputs="gather")(np.ones(2))
+    gc.collect()
+    assert seen() is None
+    assert large() is None
+
+
+def test_shards_that_nobody_reads_in_between_keep_no_old_rows(rt: Any) -> None:
+    """A place is used again for a value of another length, while views of the one before may be there."""
+    w = rt.shared(np.arange(4.0), sharded=True)
+    read = rt.function(lambda: w.value.copy(), outputs=None, per_rank=True)
+    fill = rt.function(
+        lambda n: setattr(w, "value", np.full(n, float(n))), outputs=None, per_rank=True, bcast_inputs="n"
+    )
+    read()
+    for lengths in ((3, 5), (4, 2, 7), (1, 9)):
+        for n in lengths:
+            fill(n)
+        np.testing.assert_array_equal(read(), [np.full(n, float(n))] * 2)

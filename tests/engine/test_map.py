@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,11 +73,6 @@ def rt(shared_runtimes: Any) -> synk.Runtime:
     """Maps over nodes are those of ``cluster/test_nodes_map.py``, and of the table below."""
     runtime: synk.Runtime = shared_runtimes[2]
     return runtime
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 with_two_workers = pytest.mark.parametrize("kind", [2, "1+1"])

@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,6 @@ from support.harness import same_workers, wait_for
 
 import synk
 from synk.errors import ClosedError, CollectiveMismatch, ReentrancyError
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 def waiting(rt: Any, gate: Gate) -> Any:

@@ -30,7 +30,7 @@ Fork = Callable[..., Any]
 
 
 def test_F1_any_positive_number_is_a_time_limit(shared_runtimes: Any) -> None:
-    """By each verb; which numbers there are: ``pure/test_time_limits.py``."""
+    """By each verb; which numbers there are: ``pure/test_environment.py``."""
     total, x = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum"), np.arange(5.0)
     for limit in (10**400, float("inf"), 2**31, np.int64(5_000_000)):
         assert total(x, timeout=limit) == total.serial(x, timeout=limit) == 10
