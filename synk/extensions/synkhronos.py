@@ -276,6 +276,8 @@ def _names_of(variables: Sequence[Any]) -> list[str]:
 
 _remotes: weakref.WeakKeyDictionary[SharedVariable, tuple[synk.Runtime, synk.Shared]] = weakref.WeakKeyDictionary()
 _seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
+"""A copy of the value that each variable had after the last call: the program may change its own in place. Of a sharded
+variable, which may be a whole dataset, it is the value itself, so only a value that was set is noticed."""
 
 
 def _remote(variable: SharedVariable, is_sharded: bool | None = None) -> Any:
@@ -285,8 +287,9 @@ def _remote(variable: SharedVariable, is_sharded: bool | None = None) -> Any:
     if is_sharded is None and found is None:
         raise ValueError(f"cannot find {variable} on the workers: no function made by function() uses it.")
     if is_sharded is not None and (found is None or runtime is not synk.current()):
-        found = synk.shared(variable.get_value(borrow=True), sharded=is_sharded, name=variable.name)
-        _remotes[variable], _seen[variable] = (synk.current(), found), variable.get_value(borrow=True)
+        value = variable.get_value(borrow=True)
+        found = synk.shared(value, sharded=is_sharded, name=variable.name)
+        _remotes[variable], _seen[variable] = (synk.current(), found), value if is_sharded else np.array(value)
     if is_sharded is not None and found.is_sharded != is_sharded:
         whole, rows = "whole on every rank", "divided by rows (in sliceable_shareds)"
         raise ValueError(
@@ -300,23 +303,28 @@ def _send_set_values(variables: Iterable[SharedVariable]) -> None:
     """Give rank 0 the values that the program has set since the last ``_fetch_values``."""
     for variable in variables:
         shared, value = _remote(variable), variable.get_value(borrow=True)
-        if _seen.get(variable) is value:
-            continue
-        if shared.is_sharded:
+        if shared.is_sharded and value is not _seen[variable]:
             raise ValueError(
                 f"cannot send the value that was set in {variable}: it is one of sliceable_shareds, whose rows are "
-                "divided among the ranks. Use scatter(variable, value), or set_value(rank, variable, value)."
+                "divided among the ranks. Use scatter(variable, value)."
             )
-        shared[0] = value
+        if not shared.is_sharded and not _is_same(value, _seen[variable]):
+            shared[0] = value
 
 
 def _fetch_values(variables: Iterable[SharedVariable]) -> None:
     """Give PyTensor's variables the values of rank 0."""
     for variable in variables:
-        shared = _remote(variable)
-        if not shared.is_sharded:
-            variable.set_value(np.array(shared.value), borrow=True)
-            _seen[variable] = variable.get_value(borrow=True)
+        shared, value = _remote(variable), variable.get_value(borrow=True)
+        _seen[variable] = value if shared.is_sharded else shared.value
+        if not shared.is_sharded and not _is_same(value, _seen[variable]):
+            variable.set_value(np.array(_seen[variable]), borrow=True)
+
+
+def _is_same(value: np.ndarray, seen: np.ndarray) -> bool:
+    """Whether two arrays of one dtype hold the same bytes."""
+    own, other = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (value, seen))
+    return value.shape == seen.shape and np.array_equal(own, other)
 
 
 def _verb(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +333,8 @@ def _verb(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(shared_vars: Any, *args: Any, nccl: bool = True, **options: Any) -> Any:
         variables = [shared_vars] if isinstance(shared_vars, SharedVariable) else list(shared_vars)
-        _send_set_values(variables)
+        if method is not synk.scatter:  # which replaces them
+            _send_set_values(variables)
         handles = list(map(_remote, variables))
         result = method(handles[0] if isinstance(shared_vars, SharedVariable) else handles, *args, **options)
         _fetch_values(variables)

@@ -145,6 +145,21 @@ def test_values_that_were_set_reach_the_workers(n_gpus: int) -> None:
     s.set_value(np.ones(4 * n_gpus))
     with pytest.raises(ValueError, match=r"the value that was set in s: .* Use scatter"):
         h()
+    synk.scatter(s, s.get_value())
+    assert h() == [4.0 * n_gpus]
+
+
+def test_values_that_were_changed_in_place_reach_the_workers(n_gpus: int) -> None:
+    """The tutorial on aliasing. A value that no call changes stays the same array."""
+    x, w = T.vector("x"), theano.shared(np.ones(2), name="w")
+    f = synk.function([x], (T.sum(x) + 1 / w, "first"))
+    own = w.get_value(borrow=True)
+    for value, expected in ((5.0, 0.2), (0.0, np.inf), (-0.0, -np.inf)):
+        own[:] = value
+        np.testing.assert_array_equal(f(np.zeros(n_gpus)), [expected] * 2)
+    w.set_value(own * 3 + 1, borrow=True)
+    synk.broadcast(w)
+    np.testing.assert_array_equal(synk.gather(w), np.ones((n_gpus, 2)))
 
 
 # -- training functions: a gradient on each rank, one all-reduce, the same update on all
