@@ -48,7 +48,8 @@ def trace(path: Path) -> Iterator[None]:
     Parameters
     ----------
     path : path-like
-        It is written when the body ends, also after an exception, as a whole or not at all.
+        It is written when the body ends, also after an exception, as a whole or not at all. Calls that are in flight at
+        the end are waited for; what began before the body is left out.
 
     Raises
     ------
@@ -85,7 +86,11 @@ def trace(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        session.tracer = None
+        try:
+            if not runtime.is_closed:
+                session.run("end a trace", list)  # calls in flight belong to it
+        finally:
+            session.tracer = None
         tracer.spans[0] = take_spans()
         try:
             if not runtime.is_closed:

@@ -292,7 +292,9 @@ class Tracer:
         """By process: 0 is the program, 1 + r is rank r."""
 
     def note(self, call: Any) -> None:
-        """Add a call that has ended."""
+        """Add a call that has ended, unless it was submitted before the trace."""
+        if call.started_ns < self._began_ns:
+            return
         now = time.monotonic_ns()
         started = max(call.started_ns, self._ends.get(call.lane.index, 0))  # it may have waited for its lane
         self._ends[call.lane.index] = now
@@ -326,6 +328,7 @@ class Tracer:
                 "ts": (began - self._began_ns) / 1e3, "dur": max(ended - began, 0) / 1e3, "args": about,
             }
             for process, thread, name, began, ended, about in [*self._events, *self._own_spans()]
+            if began >= self._began_ns
         ]  # fmt: skip
         for process in range(1 + self._world_size):
             events.append(_named("process_name", process, 0, f"rank {process - 1}" if process else "program"))
@@ -337,7 +340,6 @@ class Tracer:
             (process, f"span {each.thread}", each.name, each.began_ns, each.ended_ns, {})
             for process, spans in self.spans.items()
             for each in spans
-            if each.began_ns >= self._began_ns
         ]
 
 

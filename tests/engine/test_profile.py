@@ -263,6 +263,8 @@ def check_apart(places: dict[tuple[int, str], list[tuple[float, float, str]]]) -
 
 def test_the_spans_of_plain_calls(rt: Any, tmp_path: Path) -> None:
     f = rt.function(named("summed", lambda x: time.sleep(0.002) or x.sum()), outputs="sum")
+    rt.function(named("before", lambda x: x.sum()), outputs="sum").submit(np.ones(8))
+    time.sleep(0.01)  # it is over on the ranks, but nobody has asked
     began = time.monotonic()
     with trace(tmp_path / "run.json"):
         for k in range(5):
@@ -329,6 +331,20 @@ def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.Mo
     names = {name for spans in places.values() for *_, name in spans}
     assert {"äöü", 'a "name" \\ with\nall', "abs", "WorkerDied"} <= names
     assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_what_is_in_flight_at_the_end_belongs_to_it(rt: Any, tmp_path: Path) -> None:
+    f = rt.function(named("in flight", lambda x: x.sum()), outputs="sum")
+    with trace(tmp_path / "calls.json"):
+        calls = [f.submit(np.ones(8)) for _ in range(3)]
+    assert [call.result() for call in calls] == [8] * 3
+    with trace(tmp_path / "map.json"):
+        results = iter(rt.map(abs, range(2), batch_size=1))
+        next(results)
+    assert list(results) == [1]
+    places = [by_place(tmp_path / f"{each}.json") for each in ("calls", "map")]
+    names = [name for each in places for spans in each.values() for *_, name in spans]
+    assert (names.count("in flight"), names.count("abs")) == (6, 2)
 
 
 def test_one_trace_at_a_time_and_it_outlives_its_runtime(
