@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import harness
-from support.beside import beside
-from support.gates import Gate
+from support.gates import Gate, beside
 from support.saboteurs import AtPickle
 
 import synk

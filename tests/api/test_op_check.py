@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.names import named
+from support.tables import named
 
 import synk
 from synk.errors import CollectiveMismatch, OpMismatch

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import same_workers
-from support.names import named
+from support.tables import named
 
 import synk
 from synk.errors import CallTimeout, WorkerDied

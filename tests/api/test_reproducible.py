@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import harness
 from support.harness import start_polars
-from support.names import named
+from support.tables import named
 
 import synk
 from synk.errors import UnsupportedError

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import beside
-from support.gates import Gate
+from support.gates import Gate, beside
 from support.harness import assert_right, replaced_workers, wait_for
-from support.names import named
+from support.tables import named
 
 import synk
 from synk.errors import CallCancelled, WorkerDied

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
-from support.names import named
+from support.tables import named
 
 import synk
 

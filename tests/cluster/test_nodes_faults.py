@@ -29,7 +29,7 @@ from support.harness import (
     wait_until_dead,
 )
 from support.nodes import agents, assert_maps, assert_talks, hear_of, kill_and_hear, total
-from support.seeds import WHOLE_OR_SAMPLE
+from support.tables import WHOLE_OR_SAMPLE
 
 import synk
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied

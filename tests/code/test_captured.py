@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.names import named
+from support.tables import named
 
 import synk
 

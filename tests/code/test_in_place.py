@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from kinds import KINDS, PROGRAMS, TORCH, Made
 from programs import VERBS, X, another_thread
-from support import harness, signs
+from support import gates, harness
 
 import synk
 
@@ -131,8 +131,8 @@ class Late:
 def load(told: tuple[str, str] | None) -> int:
     """Say that the function is being loaded, and wait for the answer."""
     if told is not None:
-        signs.say(told[0])
-        signs.hear(told[1])
+        gates.say(told[0])
+        gates.hear(told[1])
     return 0
 
 
@@ -180,8 +180,8 @@ def test_what_changes_while_a_function_is_being_sent_is_sent_with_the_next_call(
                 sent(X)
                 assert late.while_pickled is None
             else:
-                late.signs = told = signs.sign(tmp_path / f"loads {number}"), signs.sign(tmp_path / f"goes on {number}")
-                thread = threading.Thread(target=lambda told=told: (signs.hear(told[0]), change(), signs.say(told[1])))
+                late.signs = told = gates.sign(tmp_path / f"loads {number}"), gates.sign(tmp_path / f"goes on {number}")
+                thread = threading.Thread(target=lambda told=told: (gates.hear(told[0]), change(), gates.say(told[1])))
                 thread.start()
                 sent(X)
                 thread.join()

@@ -24,8 +24,7 @@ import pytest
 from support import fake_gpus
 from support.fake_gpus import Gpus
 from support.harness import kill_and_wait, pids, start_polars
-from support.names import named
-from support.tables import combinations
+from support.tables import combinations, named
 
 import synk
 

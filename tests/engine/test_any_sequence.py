@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.rank_arrays import picked
-from support.seeds import seeds
+from support.tables import seeds
 
 import synk
 

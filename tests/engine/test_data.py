@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from support.beside import beside
-from support.gates import Gate
+from support.gates import Gate, beside
 from support.rank_arrays import numbers, picked
 from support.saboteurs import AtPickle
 from support.tables import combinations

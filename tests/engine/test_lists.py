@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.names import named
-from support.seeds import WHOLE_OR_SAMPLE
-from support.tables import combinations
+from support.tables import WHOLE_OR_SAMPLE, combinations, named
 
 import synk
 import synk.torch

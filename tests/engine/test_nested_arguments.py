@@ -17,11 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
-from support.names import named
-from support.rank_arrays import picked
+from support.rank_arrays import picked, told
 from support.saboteurs import AtPickle, raise_value_error
-from support.seeds import WHOLE_OR_SAMPLE
-from support.told import told
+from support.tables import WHOLE_OR_SAMPLE, named
 
 from synk.errors import SerializationError
 

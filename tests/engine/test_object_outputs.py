@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.names import named
-from support.seeds import WHOLE_OR_SAMPLE
-from support.tables import combinations
-from support.told import told
+from support.rank_arrays import told
+from support.tables import WHOLE_OR_SAMPLE, combinations, named
 
 import synk
 from synk.errors import CollectiveMismatch, SerializationError

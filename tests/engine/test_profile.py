@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import beside
-from support.names import named
+from support.gates import beside
+from support.tables import named
 
 import synk
 from synk._wire.cell import cell

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import script
-from support.names import named
-from support.tables import combinations
+from support.tables import combinations, named
 
 NUMBERS = np.arange(4.0)
 WHERE = [2, 0]

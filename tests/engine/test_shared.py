@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import nothing_sent
-from support.names import named
 from support.rank_arrays import assert_same, everywhere, numbers, picked
-from support.tables import combinations
+from support.tables import combinations, named
 
 import synk
 

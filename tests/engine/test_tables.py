@@ -21,8 +21,7 @@ from pandas.testing import assert_frame_equal, assert_series_equal
 from polars.testing import assert_frame_equal as assert_polars_equal
 from polars.testing import assert_series_equal as assert_polars_series_equal
 from support.harness import script, start_polars
-from support.names import named
-from support.seeds import WHOLE_OR_SAMPLE
+from support.tables import WHOLE_OR_SAMPLE, named
 
 import synk
 from synk.errors import CollectiveMismatch

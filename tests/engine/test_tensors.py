@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.names import named
-from support.seeds import seeds
-from support.told import told
+from support.rank_arrays import told
+from support.tables import named, seeds
 
 torch = pytest.importorskip("torch")
 

@@ -35,9 +35,8 @@ from support.harness import (
     wait_for,
     wait_until_dead,
 )
-from support.names import named
 from support.rank_arrays import assert_same, everywhere
-from support.seeds import seeds
+from support.tables import named, seeds
 
 import synk
 from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied

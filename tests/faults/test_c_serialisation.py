@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support import saboteurs
 from support.harness import assert_right, nothing_sent, pids, same_workers
-from support.names import named
+from support.tables import named
 
 from synk.errors import CallTimeout, SerializationError, StartupError, WorkerDied
 

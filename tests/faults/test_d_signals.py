@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import harness, saboteurs
+from support.gates import hear, say, sign
 from support.harness import (
     Scenario,
     assert_right,
@@ -35,7 +36,6 @@ from support.harness import (
     wait_until_dead,
     waits_in_synk,
 )
-from support.signs import hear, say, sign
 
 import synk
 from synk.errors import CallCancelled, ClosedError

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import beside
+from support.gates import beside
 from support.harness import Child, assert_right, pids
 
 import synk

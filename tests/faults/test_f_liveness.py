@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import harness, saboteurs
+from support.gates import hear, say, sign
 from support.harness import assert_right, pids, replaced_workers, same_workers, script
-from support.signs import hear, say, sign
 
 import synk
 from synk.errors import CallCancelled, CallTimeout, WorkerDied

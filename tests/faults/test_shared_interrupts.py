@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import beside
+from support.gates import beside
 from support.harness import PACKAGE_FOLDER, assert_right, descriptors, kill_and_wait, pids, script
 from support.rank_arrays import assert_same, everywhere
-from support.seeds import WHOLE_OR_SAMPLE
+from support.tables import WHOLE_OR_SAMPLE
 
 import synk
 from synk._pure.arrays import copy_into

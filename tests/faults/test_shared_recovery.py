@@ -18,7 +18,7 @@ import pytest
 from support import saboteurs
 from support.harness import arm, failpoint, kill_and_wait, pids, wait_until_dead
 from support.rank_arrays import assert_same, everywhere, from_all_ranks, numbers
-from support.seeds import WHOLE_OR_SAMPLE, drawn
+from support.tables import WHOLE_OR_SAMPLE, drawn
 
 import synk
 from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, WorkerDied

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
+from support.gates import hear, say, sign
 from support.harness import (
     FAILPOINTS,
     Child,
@@ -34,8 +35,7 @@ from support.harness import (
     wait_until_dead,
     waits_in_synk,
 )
-from support.seeds import seeds
-from support.signs import hear, say, sign
+from support.tables import seeds
 
 import synk
 from synk.errors import CallCancelled, CallTimeout, ReentrancyError, WorkerDied

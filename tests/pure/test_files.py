@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support import harness
-from support.seeds import examples
-from support.told import told
+from support.rank_arrays import told
+from support.tables import examples
 
 from synk._pure import files, plain_values
 

@@ -17,7 +17,7 @@ import optree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.seeds import examples
+from support.tables import examples
 
 from synk._pure.ops import EACH, OPS
 from synk._pure.output_ops import each_op, match_ops, ops_of, wanted_leaves

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import same_workers
-from support.names import named
 from support.rank_arrays import picked
-from support.seeds import WHOLE_OR_SAMPLE, drawn, seeds
 from support.stateful import ARRAYS, KINDS, LARGE, SMALL, Box, stepper
+from support.tables import WHOLE_OR_SAMPLE, drawn, named, seeds
 
 import synk
 

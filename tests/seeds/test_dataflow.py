@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from dataflow import Deferred, flow, recv, send
 from ordering import schedule
-from support.seeds import examples
+from support.tables import examples
 
 import synk
 

@@ -1,4 +1,4 @@
-"""A gate at which functions wait on the workers, and which the test opens when it has seen who stands there.
+"""Gates at which functions wait until the test opens them, pipes by which processes tell each other, and threads.
 
 Imports nothing of pytest, so that workers may import it too.
 """
@@ -6,11 +6,30 @@ Imports nothing of pytest, so that workers may import it too.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def sign(path: Path) -> str:
+    """Make the pipe. Return its name, for ``say`` in one process and ``hear`` in another."""
+    os.mkfifo(path)
+    return str(path)
+
+
+def say(name: str) -> None:
+    """Say "now". Returns when it was heard."""
+    os.close(os.open(name, os.O_WRONLY))
+
+
+def hear(name: str) -> None:
+    """Wait until it is said."""
+    os.close(os.open(name, os.O_RDONLY))
 
 
 class Gate:
@@ -64,3 +83,32 @@ class Gate:
             yield
         finally:
             timer.join()
+
+
+@contextmanager
+def beside(*actions: Callable[[], Any], switch_s: float | None = None) -> Iterator[None]:
+    """Repeat each action in a thread of its own while the body runs; raise what it raises.
+
+    ``switch_s``: how long a thread has the interpreter before another gets it.
+    """
+    is_over, failures, usual_s = threading.Event(), [], sys.getswitchinterval()
+
+    def repeat(action: Callable[[], Any]) -> None:
+        try:
+            while not is_over.is_set():
+                action()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
+    sys.setswitchinterval(switch_s or usual_s)
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert not failures

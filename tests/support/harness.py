@@ -505,7 +505,7 @@ _PRELUDE = """\
 import faulthandler, os, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR2)
 import numpy as np
-from support.names import named
+from support.tables import named
 import synk
 """
 # The dump is asked for by a signal: faulthandler's own timer deadlocks the exit of a child made by os.fork.

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gates import say, sign
 from support.harness import kill_and_wait, pids
-from support.signs import say, sign
 from trainings import Kept, batches, differences, mlp
 
 import synk

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from support.names import named
+from support.tables import named
 from trainings import differences, rank_states
 
 import synk

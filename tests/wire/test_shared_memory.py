@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.beside import beside
+from support.gates import beside
 from support.harness import Child, descriptors, mapped_memfds, pids
 from support.rank_arrays import assert_same
 
