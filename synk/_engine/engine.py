@@ -60,13 +60,16 @@ class Call(Owed):
         Whether what the replies tell has been noted.
     value, error : object, BaseException or None
     started_ns, sent_ns, heard_ns : int
-        When the program called, when the ranks were told, and when all had answered; the last two only in a trace.
+        When the program called, when the ranks were told (in a trace), and when all had answered (in a trace, or after
+        ``note_begun``).
+    begin_ns : int
+        How long it took to begin, if others are ahead of it or the program goes on meanwhile.
     nbytes : int
         How much was copied.
     """
 
     plan: Plan
-    nbytes = sent_ns = heard_ns = 0
+    nbytes = sent_ns = heard_ns = begin_ns = 0
     has_ended = is_heard = False
     value: Any = None
     error: BaseException | None = None
@@ -125,6 +128,10 @@ class Call(Owed):
         engine.send(self, division.ranks, target, len(objects), division.packed, things, numbers)
         engine.is_sure = True
 
+    def note_begun(self) -> None:
+        """Note how long it took to begin. From here on it may wait for its turn, or for the program to ask."""
+        self.begin_ns = time.monotonic_ns() - max(self.started_ns, self.engine.last_end_ns)
+
     def _lease_result(self, outputs: Outputs) -> bool:
         """See that ranks whose large outputs look like the last ones write them into the result. False if they cannot.
 
@@ -161,7 +168,7 @@ class Call(Owed):
                     return False
             if is_polled and len(engine.flight) > 1 and self._must_wait():
                 return False
-            if engine.tracer is not None:
+            if engine.tracer is not None or self.begin_ns:
                 self.heard_ns = time.monotonic_ns()
             if self.has_news:
                 self.hear()
@@ -290,7 +297,12 @@ class Call(Owed):
             nbytes += sum(len(each) for news in self._news.values() for _, each in news)
         if self._varying or plan.moved[-1].nbytes != nbytes:
             plan.note_moved(self._varying, nbytes)
-        self.callee.record.add(plan.moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
+        now = time.monotonic_ns()
+        wall_ns = now - self.started_ns
+        if self.begin_ns:
+            on_ranks = (published - received for _, _, (received, _, _, published, _) in self.replies.values())
+            wall_ns = self.begin_ns + max(on_ranks) + now - self.heard_ns
+        self.callee.record.add(plan.moved, self.division.count, self.replies, wall_ns)
         if engine.has_devices:
             engine.device_values.note_copies(self)
         self.has_ended = True
@@ -334,6 +346,7 @@ class Call(Owed):
         self._news, self.replies, self._root, self._values = {}, {}, None, ()
         self._lease = self._destination = None
         if self.future is not None:
+            self.engine.last_end_ns = time.monotonic_ns()
             future = self.future()
             if future is not None:
                 future._note_end()
@@ -360,6 +373,7 @@ class Engine(Workers):
     device_values: Any
     has_devices: bool
     tracer: Any = None
+    last_end_ns = 0  # of a submitted call
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
         super().__init__(processes, max_restarts=max_restarts, counters=counters)

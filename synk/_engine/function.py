@@ -73,7 +73,10 @@ def _begin(
                 if len(session.flight) == 1:
                     made.settle()
                 else:
+                    made.note_begun()
                     session.settle_to(made)
+            else:
+                made.note_begun()
         except BaseException as error:
             if not session.is_closed and (not session.is_sure or (made is not None and not made.has_ended)):
                 session.recover(error)

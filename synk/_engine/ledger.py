@@ -154,9 +154,11 @@ class Record:
     num_chunks : int
         In how many chunks the items of maps were sent; 0 for calls.
     wall_ns : int
-        Time from the user's call to its result.
+        Time from the user's call to its result. Of a submitted call, without its wait for its turn and without what the
+        program did before it asked. Of maps, the time of the rank that had chunks longest.
     function_ns : int
-        Time in the user's function, on the rank that worked longest in each call, without its waits in ``synk.comm``.
+        Time in the user's function, on the rank that worked longest in each call, or in all maps, without its waits in
+        ``synk.comm``.
     wait_ns : int
         How long this rank waited in ``synk.comm``.
     staged_ns : int
@@ -171,6 +173,8 @@ class Record:
         """Start over, in any thread or signal handler. A call that is being added at that moment may be left out."""
         self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_chunks = 0
         self._ranks: dict[int, list[int]] = {}
+        self._maps: dict[int, tuple[int, int]] = {}  # by rank: the time of its chunks, and in the function
+        self._longest = 0, 0
         # What calls like the last one transfer, how many there were and of how many rows; the calls before, and what
         # they transferred. It is replaced as a whole: who reads in another thread sees a call whole or not at all.
         self._sums: tuple[tuple[Transfer, ...], int, int, int, Totals] = ((), 0, 0, 0, {})
@@ -205,8 +209,12 @@ class Record:
         self.add_moved("results", "output", num_items, out_nbytes)
         last, calls, rows, before, totals = self._sums
         self._sums = last, calls, rows, before + num_items, totals
-        self.wall_ns += wall_ns
-        self.function_ns += function_ns
+        wall, worked = self._maps.get(rank, (0, 0))
+        self._maps[rank] = wall, worked = wall + wall_ns, worked + function_ns
+        longest_wall, longest_worked = self._longest
+        self._longest = max(wall, longest_wall), max(worked, longest_worked)
+        self.wall_ns += self._longest[0] - longest_wall
+        self.function_ns += self._longest[1] - longest_worked
         own = self._ranks.setdefault(rank, [0, 0, 0])
         own[0] += num_items
         own[1] += function_ns
@@ -258,7 +266,7 @@ class Record:
     @property
     def way_ns(self) -> int:
         """The rest of the time: the way to the workers and back."""
-        return self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns
+        return max(self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns, 0)
 
 
 def _added(totals: Totals, argument: str, kind: str, calls: int, nbytes: int) -> Totals:

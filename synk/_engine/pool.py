@@ -53,6 +53,7 @@ class Pool:
         self._sees_words = bool(engine.has_shared_memory)  # of ranks; those of other nodes are not at hand
         self.numbers = itertools.count()
         self.is_open = False
+        self._asked_ns = 0  # when the program came back from its own work
         self._leaving: set[int] = set()  # ranks that were killed to be replaced, and are not buried yet
         self._served: dict[int, tuple[int, int]] = {}  # by rank: which of its processes, and how many items it has run
         self.copies = ArrayCopies(engine.numbers)
@@ -209,6 +210,8 @@ class Pool:
     def _take(self, seconds: float | None) -> None:
         """Take in answers and deaths; wait so long for the first."""
         engine = self._engine
+        if seconds == 0:
+            self._asked_ns = time.monotonic_ns()
         engine.is_sure = False
         try:
             if engine.is_inline:
@@ -258,9 +261,10 @@ class Pool:
             except Exception as error:
                 job.fail(chunk, error)
             return
-        _, began_ns, ended_ns, *_ = times
-        spent_ns = ended_ns - began_ns
-        sent_nbytes, wall_ns = chunk.nbytes, time.monotonic_ns() - chunk.began_ns
+        received_ns, began_ns, ended_ns, published_ns, _ = times
+        spent_ns, sent_nbytes = ended_ns - began_ns, chunk.nbytes
+        lay_ns = max(self._asked_ns - published_ns, 0) if self._sees_words else 0  # other nodes have other clocks
+        wall_ns = max(time.monotonic_ns() - chunk.began_ns - lay_ns, published_ns - received_ns)
         count, num_good, slowest = chunk.take(*body)
         if count < len(chunk.numbers) and (num_good == count or job.rules.returns_errors):
             job.replace(chunk, [chunk, chunk.cut(count)])

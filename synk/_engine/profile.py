@@ -50,7 +50,8 @@ def _of_function(title: str, record: Record) -> Iterator[Change]:
     """Yield the changes of the calls, or the maps, of one function."""
     calls, chunks, way_s = record.num_calls, record.num_chunks, record.way_ns / 1e9
     if chunks:
-        size = max(_CHUNK_NS * calls // max(record.function_ns, 1), 1)
+        work_s = sum(each.function_s for each in record.rank_totals(title))
+        size = max(int(_CHUNK_NS * calls / max(1e9 * work_s, 1)), 1)
         saved = chunks - math.ceil(calls / size)
         if saved >= chunks / 2 and chunks >= _LEAST_CALLS:
             cure = f"leave batch_size= out, or pass batch_size={size}"
@@ -76,9 +77,9 @@ def _fewer_workers(records: list[Record]) -> Iterator[Change]:
     work_s = sum(each.function_s - each.wait_s for each in totals)
     way_s = sum(record.way_ns for record in records) / 1e9 / max(num_ranks, 1)
     best = max(round(math.sqrt(work_s / max(way_s, 1e-9))), 1)
-    if best <= num_ranks / 2 and messages >= 2 * _LEAST_CALLS:
+    seconds = (num_ranks - best) * way_s - work_s / best + work_s / max(num_ranks, 1)
+    if best <= num_ranks / 2 and messages >= 2 * _LEAST_CALLS and seconds > 0:
         saved = f"{messages * (num_ranks - best) // num_ranks} of {messages} messages"
-        seconds = (num_ranks - best) * way_s - work_s / best + work_s / num_ranks
         yield _change("all functions", f"fork({best})", saved, seconds)
 
 

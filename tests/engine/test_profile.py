@@ -145,6 +145,20 @@ def test_what_each_rank_has_done(shared_runtimes: Any) -> None:
     assert waits_s < sum(each.function_s for each in ranks)
 
 
+def test_what_the_program_does_meanwhile_is_not_the_time_of_calls(shared_runtimes: Any) -> None:
+    """Nor is their turn behind others, or the sum over ranks that run items at the same time."""
+    rt, streamed = shared_runtimes[2], named("streamed", lambda x: time.sleep(0.005))
+    ways = {
+        "streamed": rt.function(streamed, outputs=None).stream(np.ones((12, 4))),
+        "mapped": rt.map(named("mapped", lambda item: time.sleep(0.005)), range(12), batch_size=1),
+    }
+    for name, results in ways.items():
+        began_ns = time.monotonic_ns()
+        for _ in results:
+            time.sleep(0.02)
+        assert 12 * 5_000_000 / 2 <= rt.profile.records[name].wall_ns < time.monotonic_ns() - began_ns
+
+
 def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     rt.profile.reset()
