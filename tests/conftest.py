@@ -281,7 +281,6 @@ def runtime() -> Iterator[Callable[..., Any]]:
         return opened[-1]
 
     yield make
-    harness.shm_files(harness.own_processes)
     for each in opened:
         each.close()
 

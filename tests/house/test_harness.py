@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import random
 import re
@@ -14,8 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +21,14 @@ import pytest
 from support import harness
 from support.harness import (
     PACKAGE_FOLDER,
-    SHM_FOLDER,
     TESTS_FOLDER,
-    Census,
-    Scenario,
-    assert_right,
     census,
     children,
-    kill_and_wait,
-    pids,
     settled_census,
     wait_for,
 )
 
 import synk
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    """Return where a test may make a file in /dev/shm; it is removed at the end."""
-    if not os.access(SHM_FOLDER, os.W_OK):
-        pytest.skip(f"{SHM_FOLDER} cannot be written to")
-    made = Path(SHM_FOLDER, f"test-{uuid.uuid4().hex}")
-    yield made
-    made.unlink(missing_ok=True)
-
-
-def left_files(before: Census) -> list[str]:
-    """Return the leftovers that are files in /dev/shm."""
-    return [line for line in census().leftovers(before) if line.startswith(f"{SHM_FOLDER}/")]
-
-
-ANOTHER_PROGRAM = """
-import os, sys
-if os.fork():
-    os._exit(0)
-os.setsid()
-fd = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600)
-print("made", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def another_program(path: Path) -> Iterator[None]:
-    """Have a program make a file that nobody of this process's tree is a parent of; it lives as long as the body."""
-    command = [sys.executable, "-c", ANOTHER_PROGRAM, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.wait()  # its child goes on
-        assert process.stdout.readline() == b"made\n"
-        yield
-        process.stdin.close()
-        assert process.stdout.read() == b""  # the end of the file is the end of the program
-
 
 # ----- what is ours is found
 
@@ -104,74 +55,6 @@ def test_the_census_sees_what_it_should() -> None:
     assert settled_census(before).leftovers(before) == []
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_a_named_file_of_this_process_is_found_until_it_is_removed(path: Path, is_mapped: bool) -> None:
-    before = census()
-    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    if is_mapped:
-        os.ftruncate(fd, mmap.PAGESIZE)
-        mapping = mmap.mmap(fd, mmap.PAGESIZE)
-        os.close(fd)
-        assert left_files(before) == [str(path)]
-        mapping.close()
-    else:
-        assert left_files(before) == [str(path)]
-        os.close(fd)
-    assert left_files(before) == [str(path)], "it was ours when it was held"
-    path.unlink()
-    assert left_files(before) == []
-    path.touch()
-    assert left_files(before) == [], "another file of that name"
-
-
-def test_a_named_file_of_a_killed_worker_is_found(runtime: Any, path: Path) -> None:
-    before = census()
-    rt = runtime(2)
-
-    def hold(row: Any) -> None:
-        if row[0] == 0:
-            synk.held_by_a_test = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # type: ignore[attr-defined]
-
-    rt.function(hold, outputs=None)([0, 1])
-    kill_and_wait(pids(rt)[0])
-    with pytest.warns(RuntimeWarning):
-        assert_right(rt)
-    rt.close()
-    assert settled_census(before).leftovers(before) == [str(path)]
-
-
-def test_a_named_file_of_a_scenario_is_found(path: Path) -> None:
-    with Scenario(f"""
-        fd = os.open({str(path)!r}, os.O_CREAT | os.O_RDWR, 0o600)
-        print("made", flush=True)
-        sys.stdin.read()
-        os.kill(os.getpid(), signal.SIGKILL)
-    """, stdin=subprocess.PIPE) as scenario:  # fmt: skip
-        scenario.wait_for_line("made")
-        scenario.process.stdin.close()  # type: ignore[union-attr]
-        assert scenario.finish().leftovers == (str(path),)
-
-
-# ----- what is another program's is not
-
-
-def test_a_file_of_another_program_is_not_counted(path: Path) -> None:
-    """Neither while it lives, also if this process holds it too, nor afterwards, if it does not."""
-    before = census()
-    with another_program(path):
-        assert path.exists()
-        assert left_files(before) == []
-    assert path.exists()
-    assert left_files(before) == []
-    with another_program(path):
-        fd = os.open(path, os.O_RDWR)
-        os.close(os.dup(fd))
-        held = census()
-        os.close(fd)
-        assert str(path) in held.shm
-        assert left_files(before) == []
-
-
 # ----- a folder of shared memory that nobody else has
 
 ALONE = """
@@ -185,14 +68,18 @@ KILLS = """
     import numpy as np, synk
     from support.harness import kill_and_wait, pids
     warnings.simplefilter("ignore")  # the deaths
+    before = os.stat("/dev/shm").st_mtime_ns  # it would change with each name, however short its life
     rt = synk.fork(2, backend="numpy")
-    data = rt.data(np.arange(1000.0))
+    data, w = rt.data(np.arange(1000.0)), rt.shared(np.zeros(1 << 17))
     large = rt.function(lambda x: np.full(1 << 17, x.sum()), outputs="sum")
     large(data)
     kill_and_wait(*pids(rt))
     large(data)
+    both = rt.function(lambda x: synk.comm.all_reduce(np.ones(1 << 17)) + w.value, outputs="first")
+    assert both.submit(data).result()[0] == 1.0
+    assert sum(synk.map(np.sum, [np.ones(1 << 17)] * 4)) == 1 << 19
     rt.close()
-    print(os.listdir("/dev/shm"))
+    print(os.stat("/dev/shm").st_mtime_ns == before)
     open("/dev/shm/left", "w").close()
 """
 
@@ -207,7 +94,7 @@ def test_where_nobody_else_can_make_a_name_there_is_none() -> None:
     run = subprocess.run(
         [*own_mount, "sh", "-c", ALONE, "sh", *program], env=environment, capture_output=True, text=True
     )
-    assert run.stdout.splitlines() == ["[]", "status 0", "left"], run.stderr
+    assert run.stdout.splitlines() == ["True", "status 0", "left"], run.stderr
 
 
 # ----- workers that a nursery has forked

@@ -13,7 +13,6 @@ import gc
 import os
 import select
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -62,9 +61,7 @@ EVERY_TIME = 0
 
 # How long to wait for what happens at once on an idle machine: other programs may have the processor meanwhile.
 PATIENCE_S = 30.0
-LOOK_S = 0.2
 
-SHM_FOLDER = os.path.realpath("/dev/shm")
 
 Failpoint = tuple[str, int, int, str]
 
@@ -142,14 +139,13 @@ _armed_runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 @dataclass(frozen=True)
 class Census:
     """What this process holds. ``fds``: targets with their count; ``threads``: Python threads; ``descendants``:
-    (pid, start time, command); ``shm``: paths in /dev/shm that are known to be ours; ``memfds``: inodes of the mapped
-    segments. Nothing in it is another program's.
+    (pid, start time, command); ``memfds``: inodes of the mapped segments. Nothing in it is another program's. That no
+    memory ever has a name is shown by ``test_harness.py``, in a mount where nobody else can make one.
     """
 
     fds: Counter[str]
     threads: frozenset[tuple[int | None, str]]
     descendants: frozenset[tuple[int, int, str]]
-    shm: frozenset[str]
     memfds: frozenset[int]
 
     def leftovers(self, before: Census) -> list[str]:
@@ -157,7 +153,6 @@ class Census:
         lines = [f"descriptor {target} x{count}" for target, count in (self.fds - before.fds).items()]
         lines += [f"thread {name}" for _, name in self.threads - before.threads]
         lines += [f"process {pid} ({command})" for pid, _, command in self.descendants - before.descendants]
-        lines += [path for path in self.shm - before.shm if is_abandoned(path)]
         lines += [f"mapped segment {inode}" for inode in self.memfds - before.memfds]
         return lines
 
@@ -168,7 +163,6 @@ def census() -> Census:
         fds=descriptors(),
         threads=frozenset((thread.ident, thread.name) for thread in threading.enumerate()),
         descendants=frozenset(descendants(os.getpid())),
-        shm=shm_files(own_processes),
         memfds=mapped_memfds(),
     )
 
@@ -207,66 +201,6 @@ def descriptors(pid: int | str = "self") -> Counter[str]:
             continue
         targets[target] += 1
     return targets
-
-
-_seen: set[tuple[str, int]] = set()
-
-
-def shm_files(processes: Callable[[], Iterable[int]]) -> frozenset[str]:
-    """Return the paths of the named shared memory that is ours.
-
-    Every program may make files in /dev/shm, and a file does not say who made it. So a file is ours only where a
-    process of ours was seen to hold it, open or mapped: now, or at any earlier call of this function. The harness calls
-    it wherever workers are alive and may be about to die; what they leave is then found after their end.
-
-    Parameters
-    ----------
-    processes : callable
-        Returns the pids of our processes; called only where there are names to look for.
-
-    Notes
-    -----
-    Semaphores do not count: no runtime has one. Nor do files in folders: a folder in /dev/shm may be the place of
-    temporary files, and named shared memory is never in one.
-    """
-    if os.path.isdir(SHM_FOLDER) and any(not name.startswith("sem.") for name in os.listdir(SHM_FOLDER)):
-        _seen.update(*(held_shm_files(pid) for pid in processes()))
-    _seen.intersection_update({(path, inode) for path, inode in _seen if inode_of(path) == inode})
-    return frozenset(path for path, _ in _seen)
-
-
-def held_shm_files(pid: int) -> set[tuple[str, int]]:
-    """Return path and inode of the named shared memory that a process has open or mapped; none where it has ended."""
-    held = set()
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                link = f"/proc/{pid}/fd/{fd}"
-                held.add((os.readlink(link), os.stat(link).st_ino))
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            mappings = [line.rstrip("\n").split(None, 5) for line in file]
-        held |= {(mapping[5], int(mapping[4])) for mapping in mappings if len(mapping) == 6}
-    return {
-        (path, inode)
-        for path, inode in held
-        if os.path.dirname(path) == SHM_FOLDER
-        and not path.endswith(" (deleted)")
-        and not os.path.basename(path).startswith("sem.")
-    }
-
-
-def inode_of(path: str) -> int | None:
-    """Return the inode of the regular file at a path, ``None`` where there is none."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_ino if stat.S_ISREG(status.st_mode) else None
-
-
-def own_processes() -> list[int]:
-    """Return the pids of this process and of its descendants."""
-    return [os.getpid(), *(pid for pid, _, _ in descendants(os.getpid()))]
 
 
 def mapped_memfds(pid: int | str = "self") -> frozenset[int]:
@@ -322,13 +256,6 @@ def _resource_tracker_pid() -> int | None:
     return None if module is None else module._resource_tracker._pid
 
 
-def is_abandoned(path: str) -> bool:
-    """Whether a shared-memory file of ours exists and no process outside this one's tree holds it, too."""
-    ours = set(own_processes())
-    others = (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in ours)
-    return os.path.isfile(path) and not any(path == held for pid in others for held, _ in held_shm_files(pid))
-
-
 def wait_until_dead(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     """Wait for a process to end (it may stay a zombie); whether it did."""
     try:
@@ -345,7 +272,6 @@ def wait_until_dead(pid: int, timeout_s: float = PATIENCE_S) -> bool:
 
 def kill_and_wait(*pids: int, signal_number: int = signal.SIGKILL) -> None:
     """End processes of this test's own and wait until they are dead."""
-    shm_files(own_processes)
     for pid in pids:
         os.kill(pid, signal_number)
     for pid in pids:
@@ -417,7 +343,6 @@ def ctrl_c_when(condition: Callable[[], object], *, is_told_to_main: bool = True
 
 def pids(runtime: Any) -> list[int]:
     """Return the pid of each rank, asked of the workers themselves."""
-    shm_files(own_processes)
     return runtime.function(lambda row: os.getpid(), outputs=None)(np.arange(runtime.world_size))
 
 
@@ -429,7 +354,6 @@ def assert_right(runtime: Any, rows: int = 11) -> None:
     np.testing.assert_allclose(mean, matrix.mean(axis=0), rtol=1e-12)
     np.testing.assert_array_equal(summed, matrix.sum(axis=0))
     np.testing.assert_array_equal(doubled, matrix * 2)
-    shm_files(own_processes)
 
 
 @contextlib.contextmanager
@@ -517,7 +441,7 @@ forks_workers = False
 
 @dataclass(frozen=True)
 class Result:
-    """How a scenario ended. ``leftovers``: processes that outlived it by ``grace_s``, and names in /dev/shm."""
+    """How a scenario ended. ``leftovers``: processes that outlived it by ``grace_s``."""
 
     returncode: int
     stdout: str
@@ -565,7 +489,6 @@ class Scenario:
     ) -> None:
         self.mark = uuid.uuid4().hex
         self._deadline = time.monotonic() + timeout
-        self._shm = shm_files(self.processes)
         self._folder = tempfile.TemporaryDirectory(prefix="synk-test-")
         path = Path(self._folder.name, "scenario.py")
         prelude = _PRELUDE if has_prelude else ""
@@ -595,7 +518,6 @@ class Scenario:
 
     def send_signal(self, signal_number: int) -> None:
         """Signal the program alone."""
-        shm_files(self.processes)
         self.process.send_signal(signal_number)
 
     def wait_for_line(self, start: str) -> str:
@@ -608,15 +530,11 @@ class Scenario:
             if line is None:
                 assert not is_over, f"never printed {start!r}\n{self._text('stdout')}{self._text('stderr')}"
                 time.sleep(0.005)
-        shm_files(self.processes)
         return line.rstrip("\n")
 
     def finish(self, grace_s: float = 10.0) -> Result:
         """Wait for the end; return the result with what is left ``grace_s`` after it."""
-        # Its files are looked for while it runs: once it has ended nobody can tell whose they were.
-        while self.process.poll() is None and time.monotonic() < self._deadline:
-            shm_files(self.processes)
-            wait_until_dead(self.pid, LOOK_S)
+        wait_until_dead(self.pid, max(self._deadline - time.monotonic(), 0.0))
         is_hung = self.process.poll() is None
         if is_hung:
             self.send_signal(signal.SIGUSR2)
@@ -625,10 +543,8 @@ class Scenario:
         deadline = time.monotonic() + grace_s
         left = [pid for pid in self.processes() if not wait_until_dead(pid, max(deadline - time.monotonic(), 0.0))]
         leftovers = [] if is_hung else [f"process {pid} {process_stat(pid)}" for pid in left]
-        left_files = shm_files(self.processes) - self._shm
         self._kill()
         stdout, stderr = self._text("stdout"), self._text("stderr")
-        leftovers += [path for path in sorted(left_files) if is_abandoned(path)]
         assert not is_hung, f"the scenario hung\n{stdout}\n{stderr}"
         return Result(self.process.returncode, stdout, stderr, tuple(leftovers))
 
