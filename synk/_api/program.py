@@ -67,7 +67,7 @@ class Program:
     TypeError
         If a function is not one of synk, or an entry of ``state`` neither a variable nor a resident object.
     ValueError
-        If a name is that of a method.
+        If a name is one that programs use themselves, or ``state`` has an object under two names.
     SerializationError
         If a function cannot be pickled, or refers to something on the workers that is not in ``state``.
 
@@ -106,6 +106,11 @@ class Program:
         self, function: Function[..., Any] | None = None, /, *, state: Mapping[str, Any] | None = None, **functions: Any
     ) -> None:
         refuse_inside_worker("make a program")
+        if state is not None and not isinstance(state, Mapping):
+            raise TypeError(
+                f"cannot make a program: got {type(state).__name__} as its state, expected a dict of variables and "
+                "resident objects by name. A function cannot be named 'state': rename it."
+            )
         self._functions: dict[str, Any] = functions if function is None else {"": function, **functions}
         self._state: dict[str, Any] = dict(state or {})
         self._stored: _Stored | None = None
@@ -117,13 +122,21 @@ class Program:
                     f"cannot make a program: got {type(each).__name__} as {name or 'its function'}, expected a synk "
                     "function. Make it by synk.function(fn); a training step is stored by its rep.save(path)."
                 )
-            if hasattr(Program, name):
-                raise ValueError(f"cannot make a program: got a function named {name!r}, which is a method. Rename it.")
+            if hasattr(Program, name) or name in vars(self):
+                raise ValueError(
+                    f"cannot make a program: got a function named {name!r}, expected a name that programs do not use "
+                    "themselves. Rename it."
+                )
         for name, each in self._state.items():
             if not isinstance(each, (Shared, Resident)):
                 raise TypeError(
                     f"cannot make a program: got {type(each).__name__} as {name!r} of its state, expected what "
                     "synk.shared or synk.resident returned."
+                )
+            if same := [other for other in self._state if self._state[other] is each and other != name]:
+                raise ValueError(
+                    f"cannot make a program: got one object as {name!r} and {same[0]!r} of its state, expected each "
+                    "under one name, since on() makes another one for each name. Leave one name out."
                 )
         _code_of(self._functions, self._state)  # for its errors
 

@@ -235,6 +235,7 @@ def test_what_is_refused(
     torch = pytest.importorskip("torch")
     rep = synk.torch.replicate(torch.nn.Linear(2, 1), runtime=shared_runtimes[2])
     trained = rep.function(lambda model, x: model(x).sum(), outputs="sum")
+    twice = shared_runtimes[2].shared(0.0)
     program, rt, paths = walk.program, shared_runtimes[1], [tmp_path / "other.npz", tmp_path / "other.pkl"]
     np.savez(paths[0], a=np.zeros(3))
     paths[1].write_bytes(pickle.dumps([]))
@@ -243,7 +244,14 @@ def test_what_is_refused(
         patch.setattr("synk._api.program._PYTHON", "3.7")
         older = pickle.loads(pickle.dumps(program))
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ValueError, "got a function named 'save', which is a method", lambda: synk.Program(save=walk.step)),
+        (ValueError, "got a function named 'save', expected a name", lambda: synk.Program(save=walk.step)),
+        (ValueError, "got a function named '_parent', expected", lambda: synk.Program(_parent=walk.step)),
+        (TypeError, "got Function as its state.* cannot be named 'state'", lambda: synk.Program(state=walk.step)),
+        (
+            ValueError,
+            "got one object as 'a' and 'b' of its state",
+            lambda: synk.Program(state={"a": twice, "b": twice}),
+        ),
         (TypeError, "got function as f, expected a synk function", lambda: synk.Program(f=lambda x: x)),
         (TypeError, r"step is stored by its rep\.save\(path\)", lambda: synk.Program(step=trained)),
         (TypeError, "got ndarray as 'w' of its state", lambda: synk.Program(state={"w": X})),
