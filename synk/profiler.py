@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from synk._pure.files import Path, save
+from synk._pure.files import Path, check, save
 from synk._pure.words import no_attribute
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.spans import pickled_spans, take_spans
@@ -57,6 +57,8 @@ def trace(path: Path) -> Iterator[None]:
         If no runtime is current.
     RuntimeError
         If another trace of this runtime is open.
+    OSError, ValueError
+        If no file can be written there. This is noticed before the body begins.
 
     Examples
     --------
@@ -82,6 +84,7 @@ def trace(path: Path) -> Iterator[None]:
     session.check_here("trace calls", "synk.profile() shows the times of all ranks.")
     if session.tracer is not None:
         raise RuntimeError("cannot trace calls: this runtime is being traced already. End that trace first.")
+    check(path)
     tracer = session.tracer = Tracer(runtime.world_size, time.monotonic_ns())
     try:
         yield

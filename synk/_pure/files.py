@@ -92,6 +92,11 @@ def _lock(descriptor: int) -> None:
             time.sleep(_STEP_S)
 
 
+def check(path: Path) -> None:
+    """Raise what :func:`save` would raise for this path, before there is something to save."""
+    _Part(path).remove()
+
+
 def save(
     path: Path, take: Callable[[], State], write: Callable[[State, BinaryIO], object], *, wait: bool
 ) -> Future[None] | None:

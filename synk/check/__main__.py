@@ -36,6 +36,10 @@ def main() -> int:
     unknown = set(given.only or ()) - {line.name for line in LINES}
     if unknown:
         parser.error(f"there is no line {min(unknown)!r}, but {', '.join(line.name for line in LINES)}")
+    try:
+        open(given.output, "a").close()
+    except OSError as error:
+        parser.error(f"cannot write the file for a bug report: {error}. Name another one with --output.")
     records = _records(given.only, given.limit)
     report = {
         "synk": __version__,

@@ -92,10 +92,13 @@ def test_each_line_is_printed_and_recorded(run: Run) -> None:
         assert record["seconds"] <= TOTAL_S
 
 
-def test_a_line_that_is_not_there(run: Run, tmp_path: Path) -> None:
+def test_options_that_are_wrong(run: Run, tmp_path: Path) -> None:
     ended = run("--only=nothing")
     assert "there is no line 'nothing', but versions, machine" in ended.stderr
     assert ended.returncode == 2 and not [*tmp_path.iterdir()]
+    ended = run("--only=versions", "--output=nowhere/report.json")
+    assert "cannot write the file for a bug report" in ended.stderr
+    assert ended.returncode == 2 and not ended.stdout
 
 
 def test_libraries_that_are_missing_or_broken(run: Run, tmp_path: Path) -> None:

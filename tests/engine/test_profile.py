@@ -366,6 +366,8 @@ def test_one_trace_at_a_time_and_it_outlives_its_runtime(
 ) -> None:
     rt = made_current(runtime(1), monkeypatch)
     path = tmp_path / "run.json"
+    with pytest.raises(FileNotFoundError), trace(tmp_path / "nowhere" / "run.json"):
+        pytest.fail("the body has begun")
     with trace(path):
         with pytest.raises(RuntimeError, match="being traced already"), trace(path):
             pass
