@@ -36,6 +36,8 @@ def main() -> int:
     unknown = set(given.only or ()) - {line.name for line in LINES}
     if unknown:
         parser.error(f"there is no line {min(unknown)!r}, but {', '.join(line.name for line in LINES)}")
+    if not given.limit > 0:
+        parser.error(f"cannot check with a limit of {given.limit:g} s, expected more than 0. Leave --limit out.")
     try:
         open(given.output, "a").close()
     except OSError as error:

@@ -96,6 +96,9 @@ def test_options_that_are_wrong(run: Run, tmp_path: Path) -> None:
     ended = run("--only=nothing")
     assert "there is no line 'nothing', but versions, machine" in ended.stderr
     assert ended.returncode == 2 and not [*tmp_path.iterdir()]
+    for limit in ("0", "-1", "nan"):
+        ended = run("--only=versions", f"--limit={limit}")
+        assert f"a limit of {limit} s, expected more than 0" in ended.stderr and ended.returncode == 2
     ended = run("--only=versions", "--output=nowhere/report.json")
     assert "cannot write the file for a bug report" in ended.stderr
     assert ended.returncode == 2 and not ended.stdout
