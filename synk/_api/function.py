@@ -27,7 +27,7 @@ from synk._pure.interrupts import holding
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
-from synk._wire.apart import FIRST
+from synk._wire.apart import WithOneMore
 from synk._wire.cell import current_session, refuse_inside_worker
 
 if TYPE_CHECKING:
@@ -329,14 +329,14 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
         return type(self)(fn, Options.of(fn, **own | options), self._bound_session())
 
-    def _with_one_more(self, wrapper: Callable[..., Any], *of: Any) -> Function[..., Any]:
+    def _with_one_more(self, wrapper: type[WithOneMore], *of: Any) -> Function[..., Any]:
         """Return the function ``wrapper(fn, *of)``, which gets one more argument whole, before its own."""
         callee = self._callee
 
         def make() -> Function[..., Any]:
             names = [callee.bcast_inputs] if isinstance(callee.bcast_inputs, str) else callee.bcast_inputs
             options = {"outputs": callee.outputs, "updates": self._options.updates}
-            return self._alike(wrapper(callee.fn, *of), bcast_inputs=[FIRST, *names], **options)
+            return self._alike(wrapper(callee.fn, *of), bcast_inputs=[wrapper.first, *names], **options)
 
         return self._made_once(wrapper, make, *of)
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from synk._engine.ledger import RankTotal, Record, TransferTotal
 from synk._pure.ranges import round_up
 from synk._pure.words import Hinting, Text
+from synk._wire.apart import WithOneMore
 from synk._wire.spans import Span
 
 _NUM_LINES = 5
@@ -139,7 +140,8 @@ class Profile(Hinting):
         """
         code = getattr(getattr(fn, "__func__", fn), "__code__", None)
         key = name, type(fn) if code is None else code
-        place = type(fn).__qualname__ if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        own = fn.title if isinstance(fn, WithOneMore) else type(fn).__qualname__
+        place = own if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = Record(name, place)

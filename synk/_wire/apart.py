@@ -13,7 +13,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -189,16 +189,15 @@ def next_block(values: BlockValues, weights: np.ndarray) -> Any:
     return values.to_come.pop()
 
 
-FIRST = "_first"
-"""The parameter that a :class:`WithOneMore` has before those of its function."""
-
-
 class WithOneMore(Around):
-    """Has the parameters of the function, and one before them."""
+    """Has the parameters of the function, and ``first`` before them. A profile tells its calls apart by ``title``."""
+
+    first: ClassVar[str]
+    title: ClassVar[str]
 
     @property
     def __signature__(self) -> inspect.Signature:
-        first = inspect.Parameter(FIRST, inspect.Parameter.POSITIONAL_ONLY)
+        first = inspect.Parameter(self.first, inspect.Parameter.POSITIONAL_ONLY)
         try:
             own = list(inspect.signature(self._fn).parameters.values())
         except (TypeError, ValueError):  # some builtins have no signature
@@ -217,6 +216,8 @@ class Whole(WithOneMore):
     numbers : sequence of int
         The variables.
     """
+
+    first, title = "_shards", "serial"
 
     def __init__(self, fn: Callable[..., Any], numbers: Sequence[int]) -> None:
         super().__init__(fn)
@@ -239,6 +240,8 @@ class Again(WithOneMore):
     """Calls a function several times, each time as the rank would call it anew; the parameter before its own says how
     often. What a run assigns, the next one finds.
     """
+
+    first, title = "_num_repeats", "repeat"
 
     def __call__(self, num_runs: Any, /, *args: Any, **kwargs: Any) -> Any:
         worker = cell.worker

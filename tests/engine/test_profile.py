@@ -100,7 +100,10 @@ def test_what_counts_as_one_function(shared_runtimes: Any) -> None:
         rt.function(lambda x: x.min(), outputs="min")(np.ones(2))
     with pytest.raises(ZeroDivisionError):
         rt.function(named("failing", lambda x: 1 / 0), outputs="sum")(np.ones(2))
-    records = rt.profile.records
+    repeated = rt.function(named("repeated", lambda x: x.sum()), outputs="sum")
+    repeated(np.ones(2)), repeated.repeat(2, np.ones(2))
+    assert ("_num_repeats", "staged") in totals(rt, "repeated (repeat)")
+    records = {name: each for name, each in rt.profile.records.items() if "repeated" not in name}
     assert len(records) == 3 and all(name.startswith("<lambda> (test_profile.py:") for name in records)
     assert sorted(record.num_calls for record in records.values()) == [1, 1, 3]
 
