@@ -20,7 +20,7 @@ from synk._code.parcels import HandlePickler
 from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
 from synk._wire.classes import by_word
-from synk._wire.file_maps import recipe_of_map
+from synk._wire.file_maps import recipe_of_map, writes_to_file
 from synk._wire.memory import Segment
 from synk._wire.messages import array_in_pickle, array_in_segment, fill_class_of_item
 from synk.errors import SharedMemoryError
@@ -159,10 +159,12 @@ class _Pickler(HandlePickler):
         self.used: list[ArrayCopy] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (np.ndarray, np.memmap) and obj.nbytes >= LARGE_NBYTES and not obj.dtype.hasobject:
-            mapped = None if self._copies is None else recipe_of_map(obj)
+        is_array = type(obj) in (np.ndarray, np.memmap) and not obj.dtype.hasobject
+        is_output = is_array and writes_to_file(obj)
+        if is_array and (is_output or obj.nbytes >= LARGE_NBYTES):
+            mapped = None if self._copies is None else recipe_of_map(obj, ("r+", "w+") if is_output else ("r",))
             if mapped is not None:
-                return mapped
+                return mapped[0], (*mapped[1], is_output)
             is_transposed = not obj.flags.c_contiguous
             if obj.flags.c_contiguous or obj.flags.f_contiguous:
                 shape = obj.shape[::-1] if is_transposed else obj.shape

@@ -1,6 +1,7 @@
 """Read-only maps of files (``np.load(path, mmap_mode="r")``) travel by name: each rank maps the file itself.
 
-What is in the file is neither copied nor compared. All maps of one file show the same bytes at any time.
+So do writable maps in items of a map and in tasks, which may write their results into the file. What is in the file is
+neither copied nor compared. All maps of one file show the same bytes at any time.
 """
 
 from __future__ import annotations
@@ -51,8 +52,21 @@ def map_of(array: np.ndarray) -> np.memmap | None:
     return owner if isinstance(owner, np.memmap) and owner.base is not None and owner.filename else None
 
 
+def writes_to_file(array: np.ndarray) -> bool:
+    """Whether what is written into an array changes a file."""
+    owner = map_of(array) if array.base is not None and array.flags.writeable else None
+    return owner is not None and owner.mode in ("r+", "w+")
+
+
 def map_again(
-    path: str, file: tuple[int, int], offset: int, dtype: Any, shape: Any, strides: Any, is_memmap: bool
+    path: str,
+    file: tuple[int, int],
+    offset: int,
+    dtype: Any,
+    shape: Any,
+    strides: Any,
+    is_memmap: bool,
+    is_writable: bool = False,
 ) -> np.ndarray:
     """Map a file, and return the array that lies in it from ``offset`` on.
 
@@ -61,7 +75,7 @@ def map_again(
     OSError, ValueError, TypeError
         If the file cannot be opened, another one has taken its name, or it is shorter by now.
     """
-    whole = np.memmap(path, np.uint8, "r")
+    whole = np.memmap(path, np.uint8, "r+" if is_writable else "r")
     status = os.stat(path)
     if (status.st_dev, status.st_ino) != file:
         raise ValueError(

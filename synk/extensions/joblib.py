@@ -2,6 +2,7 @@
 
 joblib knows the backend as soon as both are imported, in any order. Arrays of 1 MB and more are sent to the workers
 once, as long as their contents stay the same; they are recognised by identity. They arrive read-only, as with loky.
+A writable map of a file (``np.memmap``) arrives as a map of the same file, into which tasks may write their results.
 
 Examples
 --------

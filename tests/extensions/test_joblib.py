@@ -4,6 +4,7 @@ first, and how; synk alone imports nothing of joblib.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -58,6 +59,19 @@ def test_results_are_those_of_the_calls(rt: synk.Runtime) -> None:
         assert [joblib.effective_n_jobs(n) for n in (-1, -2, 1, 2, 50)] == [2, 1, 1, 2, 2]
         with pytest.raises(ValueError, match="n_jobs=0"):
             joblib.Parallel(n_jobs=0)(joblib.delayed(abs)(n) for n in range(3))
+
+
+def write(out: np.ndarray, n: int) -> None:
+    out[n] = n
+
+
+@pytest.mark.parametrize("size", [10, 1 << 18])
+def test_results_that_are_written_into_a_file(rt: synk.Runtime, tmp_path: Path, size: int) -> None:
+    out = np.memmap(tmp_path / "out", float, "w+", shape=size)
+    is_on_nodes = rt.devices[0].startswith("node")
+    with pytest.raises(ValueError, match="read-only") if is_on_nodes else contextlib.nullcontext():
+        parallel(joblib.delayed(write)(out, n) for n in range(10))
+        assert out[:10].tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("rt", [2], indirect=True)  # each worker imports sklearn
