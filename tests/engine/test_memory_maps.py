@@ -156,13 +156,15 @@ def test_a_file_that_is_cut_during_a_call(shared_runtimes: Any, path: Path) -> N
     rt, x = shared_runtimes[2], np.load(path, mmap_mode="r")
 
     def cut(x: np.ndarray, path: str) -> Any:
+        if path and synk.comm.rank == 1:  # the other's death would end it while it reads, or not
+            return 0.0
         if path:
             os.truncate(path, 1000)
         return x.sum()
 
     f = rt.function(cut, bcast_inputs="path", outputs="sum")
     f(x, path="")  # both ranks map the file
-    with replaced_workers(rt, [0, 1]), pytest.raises(WorkerDied, match=r"SIGBUS.*has become shorter"):
+    with replaced_workers(rt, [0]), pytest.raises(WorkerDied, match=r"SIGBUS.*has become shorter"):
         f(x, path=str(path))
 
 
