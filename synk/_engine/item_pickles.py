@@ -165,6 +165,10 @@ class _Pickler(HandlePickler):
             mapped = None if self._copies is None else recipe_of_map(obj, ("r+", "w+") if is_output else ("r",))
             if mapped is not None:
                 return mapped[0], (*mapped[1], is_output)
+            if (
+                is_output
+            ):  # it arrives read-only, as all arrays below do, and nothing that is written is lost in silence
+                obj = np.ascontiguousarray(obj)
             is_transposed = not obj.flags.c_contiguous
             if obj.flags.c_contiguous or obj.flags.f_contiguous:
                 shape = obj.shape[::-1] if is_transposed else obj.shape

@@ -39,7 +39,7 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
     item_timeout, max_tasks_per_worker, max_worker_memory
         As for :func:`synk.map`, for each task: ``joblib.parallel_config(backend="synk", item_timeout=60)``. With one
         job joblib runs the tasks in the program, without limits.
-    nesting_level, inner_max_num_threads
+    nesting_level
         joblib's own.
     """
 
@@ -52,13 +52,12 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
     def __init__(
         self,
         nesting_level: int | None = None,
-        inner_max_num_threads: int | None = None,
         *,
         item_timeout: float | None = None,
         max_tasks_per_worker: int | None = None,
         max_worker_memory: int | None = None,
     ) -> None:
-        super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
+        super().__init__(nesting_level=nesting_level)
         self._rules = rules_of(
             "run jobs",
             item_timeout=item_timeout,

@@ -65,9 +65,9 @@ def write(out: np.ndarray, n: int) -> None:
     out[n] = n
 
 
-@pytest.mark.parametrize("size", [10, 1 << 18])
-def test_results_that_are_written_into_a_file(rt: synk.Runtime, tmp_path: Path, size: int) -> None:
-    out = np.memmap(tmp_path / "out", float, "w+", shape=size)
+@pytest.mark.parametrize(("size", "step"), [(10, 1), (20, 2), (1 << 18, 1)])
+def test_results_that_are_written_into_a_file(rt: synk.Runtime, tmp_path: Path, size: int, step: int) -> None:
+    out = np.memmap(tmp_path / "out", float, "w+", shape=size)[::step]
     is_on_nodes = rt.devices[0].startswith("node")
     with pytest.raises(ValueError, match="read-only") if is_on_nodes else contextlib.nullcontext():
         parallel(joblib.delayed(write)(out, n) for n in range(10))
