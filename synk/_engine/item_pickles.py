@@ -165,9 +165,7 @@ class _Pickler(HandlePickler):
             mapped = None if self._copies is None else recipe_of_map(obj, ("r+", "w+") if is_output else ("r",))
             if mapped is not None:
                 return mapped[0], (*mapped[1], is_output)
-            if (
-                is_output
-            ):  # it arrives read-only, as all arrays below do, and nothing that is written is lost in silence
+            if is_output:  # it arrives read-only then, as all arrays below: nothing that is written is lost in silence
                 obj = np.ascontiguousarray(obj)
             is_transposed = not obj.flags.c_contiguous
             if obj.flags.c_contiguous or obj.flags.f_contiguous:
