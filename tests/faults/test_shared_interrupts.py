@@ -276,14 +276,15 @@ def test_a_handler_that_raises_at_any_point_of_a_death_and_a_start_loses_no_rank
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             for file, is_restart in (("processes", False), ("workers", False), ("processes", True)):
-                at = InterruptAt(-1, signal.SIGUSR1, f"synk/_engine/{file}.py")
-                while at.nth <= at.count:
-                    at = InterruptAt(at.nth + step, signal.SIGUSR1, at.within)
+                count = nth = 0
+                while nth <= count:
+                    at = InterruptAt(nth, signal.SIGUSR1, f"synk/_engine/{file}.py")
                     if not is_restart:
-                        kill_and_wait(pids(rt)[at.nth % 2])
+                        kill_and_wait(pids(rt)[nth % 2])
                     with contextlib.suppress(TimeIsOver), at:
                         rt.restart() if is_restart else total(np.ones(4))
-                    assert total(np.ones(4), timeout=40) == 4.0, f"after point {at.nth} of {file}"
+                    assert total(np.ones(4), timeout=40) == 4.0, f"after point {nth} of {file}"
+                    count, nth = count or at.count, nth + step  # of the first time, in which nothing strikes
     finally:
         signal.signal(signal.SIGUSR1, before)
 
