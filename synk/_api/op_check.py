@@ -201,6 +201,13 @@ class Few(NamedTuple):
     scale: float
     eps: float
 
+    def unevenly(self) -> Few:
+        """Return some of the rows, in gaps that grow: the mean of evenly spaced numbers is also their median."""
+        assert self.rows is not None
+        at = np.linspace(0, 1, self.num_rows)
+        rows = self.rows[np.unique(((at + at**3) / 2 * (self.num_rows - 1)).astype(int))]
+        return self._replace(rows=rows, num_rows=len(rows))
+
     def described(self) -> str:
         return f"{self.num_rows} rows" if self.num_rows == self.total else f"{self.num_rows} of the {self.total} rows"
 
@@ -274,6 +281,15 @@ def _compare(function: Any, few: Few, result: Any, end: float | None, before: li
         raise Unknown
     copy = tried(copied, function._callee.fn, max_nbytes=MAX_NBYTES)
     runs = Runs(function, copy, few.args, few.kwargs, limit_of(function, end))
+    said = _judged(function.__name__, runs, few)
+    if said == "" and few.rows is not None:
+        with contextlib.suppress(Unknown):
+            said = _judged(function.__name__, runs, few.unevenly())
+    return said
+
+
+def _judged(name: str, runs: Runs, few: Few) -> str | None:
+    """Return what to tell the user after a few rows; see :func:`settle`."""
     num_slices = 2 if runs.num_ranks == 1 else 1  # a single rank has its parts one after the other
     parts = tried(runs.apart, few.rows, num_slices)
     whole = tried(runs.alone, few.rows)
@@ -297,7 +313,7 @@ def _compare(function: Any, few: Few, result: Any, end: float | None, before: li
             fitting = {(each.path, op) for each in there for op in each.ops}
             misfits = [each._replace(ops=[op for op in each.ops if (each.path, op) in fitting]) for each in misfits]
     return (
-        f"cannot average the outputs of {function.__name__!r}, which names no op: on {few.described()} "
+        f"cannot average the outputs of {name!r}, which names no op: on {few.described()} "
         f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
         f'"{DEFAULT_OP}", ends this check.'
     )

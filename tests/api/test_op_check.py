@@ -81,6 +81,13 @@ def test_each_call_is_right_or_told(shared_runtimes: Any, subtests: pytest.Subte
             assert is_told or toy == "mean" or kind == "grouped" or num_workers == 1
 
 
+def test_evenly_spaced_rows_do_not_hide_a_median(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    """The average of the medians of their parts is their median, by chance; that of other rows would be wrong."""
+    for number, count in enumerate((4, 5, 6, 7, 10, 16, 33, 61)):
+        with subtests.test(rows=count), pytest.raises(OpMismatch, match=rf"on \d+ of the {count} rows"):
+            shared_runtimes[2 + number % 2].function(lambda x: np.median(x))(np.arange(float(count)))
+
+
 # ----- what is right
 
 W = np.array([0.5, -1.0, 2.0])
