@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from synk._code.captured import referred_in
 from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
 from synk._engine.devices import GRACE_S as NCCL_GRACE_S
@@ -350,7 +351,9 @@ class Session(Engine):
         fn, options = self.functions.on_restart
         self.settle_unsettled()
         self.functions.bring([(ON_RESTART, fn, options)], "on_restart")
-        prepare = {worker.rank: Once(self, "prepare", ON_RESTART) for worker in waiting_ranks}
+        own, of_modules = self.functions.book.handles_of(ON_RESTART)
+        needs = [*referred_in(own + of_modules).variables]
+        prepare = {worker.rank: Once(self, "prepare", ON_RESTART, needs) for worker in waiting_ranks}
         try:
             self.ask(prepare, "on_restart", "distribute", deadline)
         except BaseException as error:

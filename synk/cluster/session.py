@@ -129,24 +129,24 @@ class NodeSession(Session):
 
     # -- what calls read ----------------------------------------------------------------------------------------------
 
-    def send(self, owed: Owed, *order: Any) -> None:
-        if isinstance(owed, Call):
-            self._carry(owed)
-        super().send(owed, *order)
+    def send(self, owed: Owed, ranks: Iterable[int], *order: Any) -> None:
+        *_, things, _ = order
+        variables = {each.number: each for thing in things for each in _variables(thing)}
+        for node in self.processes.nodes:
+            own = [rank for rank in ranks if rank in node.ranks]
+            if own and isinstance(owed, Call):
+                self._carry(node, owed, own)
+            for variable in variables.values() if own else ():
+                self._carry_variable(node, variable)
+        super().send(owed, ranks, *order)
         self.processes.flush()
 
-    def _carry(self, call: Call) -> None:
-        """Bring what a call reads to the nodes."""
+    def _carry(self, node: Node, call: Call, ranks: Sequence[int]) -> None:
+        """Bring the words of a call to a node, and the arguments of its ranks."""
         lane, bounds = call.lane, call.division.bounds
         lane.down[0, Down.ALL_GROUP] = self.wires.number
-        variables = list({each.number: each for each in _variables(call.plan)}.values())
-        for node in self.processes.nodes:
-            own = [rank for rank in call.ranks if rank in node.ranks]
-            if own:
-                node.say("words", lane.index, lane.down.copy())
-                self._carry_arguments(node, call, bounds[own[0]][0], bounds[own[-1]][1])
-                for variable in variables:
-                    self._carry_variable(node, variable)
+        node.say("words", lane.index, lane.down.copy())
+        self._carry_arguments(node, call, bounds[ranks[0]][0], bounds[ranks[-1]][1])
 
     def _carry_arguments(self, node: Node, call: Call, low: int, high: int) -> None:
         plan = call.plan
@@ -263,12 +263,11 @@ def _has_failed(owed: Owed) -> bool:
 
 
 def _variables(thing: Any) -> Iterator[Variable]:
-    """Return the variables among what ranks must know for a thing."""
-    for each in thing.needs:
-        if isinstance(each, Variable):
-            yield each
-        elif isinstance(each, Thing):
-            yield from _variables(each)
+    """Return the variables among what a rank must know for a thing."""
+    if isinstance(thing, Variable):
+        yield thing
+    for each in thing.needs if isinstance(thing, Thing) else ():
+        yield from _variables(each)
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

@@ -114,13 +114,13 @@ def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Any) -> None
 
 ran: list[Any] = []
 """On a worker: what on_restart has noted there."""
-label = ["first"]
+label: list[Any] = ["first"]
 
 
 def prepare() -> None:
     if label[0] == "none":
         raise FileNotFoundError("no checkpoint")
-    ran.append((synk.comm.rank, label[0]))
+    ran.append((synk.comm.rank, label[0], label[1].value.tolist()))
 
 
 @pytest.mark.parametrize("is_node", [False, True])
@@ -128,9 +128,9 @@ def test_each_replacement_runs_on_restart_first_as_it_is_in_the_program_then(run
     rt = runtime((1, 2), cluster="here", nodes=2, on_restart=prepare, max_restarts=10**9, backend="auto")
     notes = rt.function(lambda: list(ran), outputs=None, per_rank=True)
     assert notes() == [[]] * 3  # workers of the start do not run it
-    label[0] = "second"
+    label[:] = "second", rt.shared(np.ones(2))
     kill_and_hear(rt, agents(rt)[1] if is_node else pids(rt)[2])
-    assert notes() == [[], [(1, "second")] if is_node else [], [(2, "second")]]
+    assert notes() == [[], [(1, "second", [1.0, 1.0])] if is_node else [], [(2, "second", [1.0, 1.0])]]
     label[0] = "none"
     kill_and_hear(rt, pids(rt)[2])
     with pytest.raises(StartupError, match=r"rank 2 of 3: on_restart ended with FileNotFoundError: no checkpoint"):

@@ -353,7 +353,9 @@ def test_what_the_program_changes_counts_for_the_chunks_that_are_sent_after_it(r
         assert rest == [n + (new if n >= 3 + num_old else old) for n in range(3, 200)]
 
 
-def test_shared_variables_are_read_and_not_assigned(rt: Any) -> None:
+@with_two_workers
+def test_shared_variables_are_read_and_not_assigned(kind: Any, shared_runtimes: Any) -> None:
+    rt = shared_runtimes[kind]
     w = rt.shared(np.arange(3.0), name="weights")
     rows = rt.shared(np.arange(4.0), sharded=True, name="rows")
     kept = rt.resident({"k": 5})
