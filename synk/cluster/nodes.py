@@ -289,6 +289,10 @@ class Node:
         """Have an event sent with the next message."""
         self._events.append(event)
 
+    def has(self, segment: Segment) -> bool:
+        """Whether memory of the program has a twin on the node."""
+        return segment in self._shared
+
     def share(self, segment: Segment) -> int:
         """Return the number of memory on the node. It has the content, unless calls bring that."""
         number = self._shared.get(segment)

@@ -172,6 +172,8 @@ class NodeSession(Session):
                 continue
             same.add(key)
             place = variable.places[key]
+            if not node.has(place.segment):  # the rank has made it, and would go on reading that
+                self.retell(variable.number, [rank])
             nbytes = leaf_offsets(variable.dtypes, variable.value_shapes[rank])[1]
             node.write(place.segment, place.at, place.segment.buffer[place.at : place.at + nbytes])
         node.write(variable.memory, 0, variable.memory.buffer[: variable.fronts.strides[0] * self.world_size])

@@ -129,6 +129,20 @@ def captured_objects(rt: Any) -> Any:
     return found, f.serial(X)[0]
 
 
+def shards_that_have_outgrown_their_place(rt: Any) -> Any:
+    """Ranks have made memory for both places of a shard, to one of which the program writes."""
+    s, found = rt.shared(np.arange(4.0), sharded=True), []
+    renew = rt.function(lambda: setattr(s, "value", np.full(5000, s.value[0])), outputs=None, per_rank=True)
+    total = rt.function(lambda: float(s.value.sum()), outputs=None, per_rank=True)
+    for _ in range(3):
+        renew()
+        renew()
+        for rank in (1, 3, 1):
+            s[rank] = np.arange(5000.0) + rank
+            found.append(total())
+    return found
+
+
 def settings_of_libraries(rt: Any) -> Any:
     f = rt.function(lambda x: 1 / x, outputs="gather")
     with np.errstate(divide="raise"):
@@ -156,6 +170,7 @@ def raised(act: Callable[[], Any]) -> tuple[str, str]:
 PROGRAMS: list[Callable[[Any], Any]] = [
     *(structures_of_outputs, ops_of_the_user, uneven_large_outputs, lists_tables_and_sparse_matrices, nested_arguments),
     *(no_rows, repetitions_submissions_and_streams, captured_objects, settings_of_libraries, disagreement),
+    shards_that_have_outgrown_their_place,
 ]
 
 
