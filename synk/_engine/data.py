@@ -290,7 +290,7 @@ class Data(ArrayLike):
             self._contents = self._placed(segment, shape)
             return
         contents = self._allocated(shape, oversize)
-        if array.size and shape[1:] == array.shape[1:]:
+        if shape and array.size and shape[1:] == array.shape[1:]:
             rows = min(len(array), shape[0])
             contents.array[:rows] = array[:rows]
         self._replace(contents)

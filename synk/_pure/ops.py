@@ -162,7 +162,7 @@ class Reduction(_Named):
         if dtype.kind not in "biufc" and not is_bfloat16(dtype):
             raise TypeError(
                 f"cannot reduce {what} with op {self!r}: got dtype {describe_dtype(dtype)}, expected a bool, integer, "
-                "float or complex one. Use op 'gather' or None."
+                "float or complex one. Gather it: op 'gather' or None for an output, synk.gather for a variable."
             )
         if dtype.kind in self.refused:
             raise TypeError(f"cannot {self.verb or self.name} {what}: got dtype {dtype}, {self.instead}")
@@ -309,12 +309,12 @@ class _Avg(Reduction):
     needs_rows = False
     is_weighted = True
     refused = "biu"
-    instead = "expected a float or complex one. Use op 'sum', or cast the value to float in the function."
+    instead = "expected a float or complex one. Use op 'sum' (of bools 'min' or 'max'), or cast the value to float."
 
 
 class _Arithmetic(Reduction):
     refused = "b"
-    instead = "expected a number. Use op 'max' (any) or 'min' (all), or cast the value to int in the function."
+    instead = "expected a number. Use op 'max' (any) or 'min' (all), or cast the value to int."
 
 
 class _Sum(_Arithmetic):

@@ -56,16 +56,24 @@ def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
 
 
 def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
-    """Flatten the value of a variable. Lists of plain numbers are arrays; other containers are nestings of arrays.
+    """Flatten the value of a variable. Lists of numbers, texts or dates are arrays; other containers are nestings.
 
     ``expected`` is the structure of the variable, if it is known.
+
+    Examples
+    --------
+    >>> flatten_value([np.float64(1), 2.0])[1], flatten_value([1.0, 2.0], flatten([np.array(1), np.array(2)])[1])[0]
+    ('leaf', [1.0, 2.0])
     """
-    if expected == "leaf" and isinstance(value, (list, tuple)):
-        return [value], "leaf"
-    leaves, structure = flatten(value)
-    if isinstance(value, list) and leaves and all(type(leaf) in (bool, int, float, complex) for leaf in leaves):
-        return [value], "leaf"
-    return leaves, structure
+    is_list = isinstance(value, (list, tuple)) if expected == "leaf" else expected is None and isinstance(value, list)
+    return ([value], "leaf") if is_list and (expected or _is_plain(value)) else flatten(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_plain, value))
+    is_structure = value is None or isinstance(value, dict)
+    return isinstance(value, np.generic) or not (is_structure or hasattr(value, "__array__"))
 
 
 def check_value(

@@ -170,7 +170,7 @@ class Comm(Hinting):
         array : array
             It must have the same shape and dtype on all ranks.
         op : {"avg", "sum", "prod", "min", "max"}
-        weight : float, optional
+        weight : float from 0 to 1, optional
             This rank's share in an average, of the sum of all shares. Default: its number of rows.
         out : array, optional
             Where the result goes: contiguous, with the shape and dtype of ``array``. It may be ``array`` itself.

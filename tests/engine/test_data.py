@@ -293,6 +293,12 @@ def test_any_sequence_of_changes_is_that_of_an_array(shared_runtimes: Any, where
         assert num_rows == len(model)
 
 
+def test_data_without_a_value_is_zeros_also_without_axes(shared_runtimes: Any) -> None:
+    for options in ({"shape": ()}, {"ndim": 0}, {"ndim": 2}, {"shape": 3}, {"shape": (2, 0)}):
+        found = shared_runtimes[2].data(dtype="f4", **options)
+        assert_alike(found.data, np.zeros(options.get("shape", (0,) * options.get("ndim", 0)), "f4"))
+
+
 def test_a_large_array_is_there_whole(shared_runtimes: Any) -> None:
     """Two threads copy what has 16 MB and more."""
     x, rt = np.arange(float((1 << 21) + 3)), shared_runtimes[2]

@@ -163,6 +163,12 @@ def test_data_and_variables_have_the_same_rule_and_a_series_is_the_way_out(share
         assert f(series(REFUSED[name], dtype=object)) == [(type(each).__name__, each) for each in REFUSED[name]]
     with pytest.raises(TypeError, match="cannot share variable 'ids': got a str"):
         rt.shared("a\0", name="ids")
+    for name, rows in EXACT.items():
+        if "without axes" not in name:  # those are a nesting
+            assert told_apart(plain(rt.shared(rows).value.tolist())) == told_apart(plain(rows)), name
+    pair = rt.shared([np.array(1.0), np.array(2.0)])
+    pair.value = [3.0, np.float64(4.0)]
+    assert pair.value == [3.0, 4.0]
 
 
 def test_verify_hands_over_the_list(shared_runtimes: Any, subtests: Any) -> None:
