@@ -30,6 +30,7 @@ from synk.communicators._messages import (
     IN_RING,
     Inbox,
     Incoming,
+    MessageBox,
     Outgoing,
     unreceived_text,
     unsent_text,
@@ -45,7 +46,7 @@ SMALL_NBYTES = 1 << 12
 GRAIN_NBYTES = 1 << 18
 
 
-class Mailbox:
+class Mailbox(MessageBox):
     """One rank's ends of all streams.
 
     Parameters
@@ -118,14 +119,6 @@ class Mailbox:
 
     # -- the end of a call ---------------------------------------------------------------------------------------
 
-    def complete(self) -> None:
-        """Wait until all messages asked for are here, and all messages sent are in the rings or offered there."""
-        for message in (*self._inbox.all_asked(), *self._arriving.values()):
-            if message.request is not None:
-                self.finish(message)
-        for outgoing in [message for queue in self._unsent.values() for message in queue]:
-            self._finish_sending(outgoing)
-
     def check_lent(self) -> None:
         """Check that no array is lent any more. Its receiver may have read it after the function had changed it.
 
@@ -191,7 +184,7 @@ class Mailbox:
         message, is_long = Outgoing(array, peer, tag), array.nbytes >= self.capacity
         if is_long and self._rendezvous.is_reader(peer) and can_be_read(array):
             message.lend()
-        self._finish_sending(self._put(message))
+        self.finish_sending(self._put(message))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Leave a message for a peer without waiting: in the ring, or in a private copy."""
@@ -205,12 +198,6 @@ class Mailbox:
         message.offer()
         self._put(message)
 
-    def _finish_sending(self, message: Outgoing) -> None:
-        """Wait until all of a message is in the ring, or was read where it lies."""
-        if not message.is_done:
-            self._rendezvous.post(message.request)
-            self._rendezvous.wait(lambda: self._is_written(message), is_message=True)
-
     def _put(self, message: Outgoing) -> Outgoing:
         """Queue a message, and write as much of the queue as the ring has room for."""
         self.is_used = True
@@ -219,7 +206,8 @@ class Mailbox:
         self._write(peer)
         return message
 
-    def _is_written(self, message: Outgoing) -> bool:
+    def is_sent(self, message: Outgoing) -> bool:
+        """Write on. Return whether all of a message is in the ring, or was read where it lies."""
         rendezvous, peer = self._rendezvous, message.request.peer
         has_left = rendezvous.has_left(peer)  # first, so that what it read before it left counts
         self.progress()
@@ -281,31 +269,11 @@ class Mailbox:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
-        """Ask for the next message of this sender and tag that no earlier receive asked for."""
         self.is_used = True
-        return self._inbox.ask(like, peer, tag)
-
-    def finish(self, message: Incoming) -> None:
-        """Wait until a message that was asked for is complete.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If the sender has left without sending, or no rank can go on.
-        """
-        assert message.request is not None
-        if not message.is_done:
-            self._rendezvous.post(message.request)
-            self._rendezvous.wait(lambda: self.is_there(message), is_message=True)
+        return super().irecv(like, peer, tag)
 
     def is_there(self, message: Incoming) -> bool:
-        """Take in what has arrived. Return whether a message is complete.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If it cannot come any more.
-        """
+        """Take in what has arrived. Return whether a message is complete."""
         rendezvous, request = self._rendezvous, message.request
         assert request is not None
         has_left = rendezvous.has_left(request.peer)  # first, so that what it sent before it left counts

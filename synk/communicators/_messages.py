@@ -1,8 +1,11 @@
-"""A message between two ranks: its form in a ring, and what each side remembers of it. Touches no shared words."""
+"""A message between two ranks: its form in a ring, what each side remembers of it, and what both mailboxes wait for.
+Touches no shared words.
+"""
 
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
@@ -13,7 +16,7 @@ from synk._pure.arrays import address_of
 from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._checks import DTYPE_NAMES, named_dtype
-from synk.communicators._rendezvous import CommRequest
+from synk.communicators._rendezvous import CommRequest, Rendezvous
 from synk.errors import CollectiveMismatch
 
 # The first line of a message: tag, size of the array in bytes, number of the dtype, number of axes, place. The last 32
@@ -253,6 +256,58 @@ def _match(waiting: dict[Key, deque[Incoming]], others: dict[Key, deque[Incoming
     if not queue:
         del waiting[key]
     return message
+
+
+class MessageBox(ABC):
+    """One rank's ends of the streams to and from other ranks, whatever carries them: what the rank waits for.
+
+    ``_inbox``: the messages to it. ``_arriving``: by sender, the message that has begun to arrive. ``_unsent``: by
+    receiver, the messages of which not all is on its way.
+    """
+
+    _rendezvous: Rendezvous
+    _inbox: Inbox
+    _arriving: dict[int, Incoming]
+    _unsent: dict[int, deque[Outgoing]]
+
+    @abstractmethod
+    def is_there(self, message: Incoming) -> bool:
+        """Whether a message is complete. Raise CollectiveMismatch if it cannot come any more."""
+
+    @abstractmethod
+    def is_sent(self, message: Outgoing) -> bool:
+        """Whether all of a message is on its way. Raise CollectiveMismatch if its receiver has left."""
+
+    def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
+        """Ask for the next message of this sender and tag that no earlier receive asked for."""
+        return self._inbox.ask(like, peer, tag)
+
+    def finish(self, message: Incoming) -> None:
+        """Wait until a message that was asked for is complete.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the sender has left without sending, or no rank can go on.
+        """
+        assert message.request is not None
+        if not message.is_done:
+            self._rendezvous.post(message.request)
+            self._rendezvous.wait(lambda: self.is_there(message), is_message=True)
+
+    def finish_sending(self, message: Outgoing) -> None:
+        """Wait until all of a message is on its way."""
+        if not message.is_done:
+            self._rendezvous.post(message.request)
+            self._rendezvous.wait(lambda: self.is_sent(message), is_message=True)
+
+    def complete(self) -> None:
+        """Wait until all messages that were asked for are here, and all that were sent are on their way."""
+        for incoming in (*self._inbox.all_asked(), *self._arriving.values()):
+            if incoming.request is not None:
+                self.finish(incoming)
+        for outgoing in [message for queue in self._unsent.values() for message in queue]:
+            self.finish_sending(outgoing)
 
 
 def unreceived_text(request: CommRequest, sender: int) -> str:

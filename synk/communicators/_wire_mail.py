@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
-from synk.communicators._messages import Inbox, Incoming, Outgoing, unreceived_text, unsent_text
-from synk.communicators._rendezvous import CommRequest
+from synk.communicators._messages import Inbox, Incoming, MessageBox, Outgoing, unreceived_text, unsent_text
+from synk.communicators._rendezvous import CommRequest, Rendezvous
 
 if TYPE_CHECKING:
     from synk.communicators._wires import Wires
@@ -40,16 +40,6 @@ _COUNTS = struct.Struct("=qq")
 
 _UNKNOWN, _GONE = -1, -2
 """These stand in the place of a rank's nap: nothing is known of it yet, or it has left."""
-
-
-class WiredWaiting(Protocol):
-    """The part of a ``WiredRendezvous`` that the mailbox uses."""
-
-    def post(self, request: CommRequest) -> None: ...
-    def rouse(self) -> None: ...
-    def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None: ...
-    def check_joined(self, mail: WireMailbox) -> None: ...
-    def fail(self, text: str, left: Sequence[int] = ()) -> NoReturn: ...
 
 
 class Left(NamedTuple):
@@ -87,7 +77,7 @@ class SleepReport(NamedTuple):
     request: bytes
 
 
-class WireMailbox:
+class WireMailbox(MessageBox):
     """One rank's ends of all streams, and what it knows of the others in the current call.
 
     Parameters
@@ -126,9 +116,9 @@ class WireMailbox:
         self._arriving: dict[int, Incoming] = {}
         self._inbox = Inbox()
 
-    def attach(self, rendezvous: WiredWaiting) -> None:
-        """Wait by means of a rendezvous from now on."""
-        self._rendezvous = rendezvous
+    def attach(self, rendezvous: Rendezvous, check_joined: Callable[[WireMailbox], None]) -> None:
+        """Wait by means of a rendezvous from now on; ``check_joined`` raises if a rank has left a collective out."""
+        self._rendezvous, self._check_joined = rendezvous, check_joined
 
     def _head(self, kind: int) -> bytes:
         return _HEAD.pack(kind, self.rank, self._number)
@@ -202,19 +192,13 @@ class WireMailbox:
 
     def send(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a message. Return as soon as its last byte is on its way."""
-        self._finish(self.put(array, peer, tag))
+        self.finish_sending(self.put(array, peer, tag))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a message without waiting: what cannot be sent yet is copied."""
         self.put(array, peer, tag).make_own()
 
-    def _finish(self, message: Outgoing) -> None:
-        if not message.is_done:
-            self._rendezvous.post(message.request)
-            self._rendezvous.wait(lambda: self.is_sent(message), is_message=True)
-
     def is_sent(self, message: Outgoing) -> bool:
-        """Whether all of a message is on its way. Raise CollectiveMismatch if its receiver has left."""
         if not message.is_done and message.request.peer in self.left:
             self._fail(message.request, unreceived_text(message.request, self.rank))
         return message.is_done
@@ -222,7 +206,7 @@ class WireMailbox:
     def _fail(self, request: CommRequest, text: str) -> NoReturn:
         """Raise that the other side of a message has left. ``text``: what to say if no collective has sent it."""
         if request.tag < 0:
-            self._rendezvous.check_joined(self)
+            self._check_joined(self)
             text = (
                 f"cannot finish a collective: rank {request.peer} left the function in the middle of it. "
                 "Let exceptions of synk.comm leave the function."
@@ -326,25 +310,7 @@ class WireMailbox:
             self._told[sender] = self._read[sender]
             self.wires.send(sender, self._head(_READ) + _COUNTS.pack(0, self._read[sender]))
 
-    def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
-        """Ask for the next message of this sender and tag that no earlier receive asked for."""
-        return self._inbox.ask(like, peer, tag)
-
-    def finish(self, message: Incoming) -> None:
-        """Wait until a message that was asked for is complete.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If the sender has left without sending, or no rank can go on.
-        """
-        assert message.request is not None
-        if not message.is_done:
-            self._rendezvous.post(message.request)
-            self._rendezvous.wait(lambda: self.is_there(message), is_message=True)
-
     def is_there(self, message: Incoming) -> bool:
-        """Whether a message is complete. Raise CollectiveMismatch if it cannot come any more."""
         request = message.request
         assert request is not None
         if not message.is_done and request.peer in self.left:
@@ -352,14 +318,6 @@ class WireMailbox:
         return message.is_done
 
     # -- the end of a call ---------------------------------------------------------------------------------------------
-
-    def complete(self) -> None:
-        """Wait until all messages that were asked for are here, and all that were sent are on their way."""
-        for incoming in (*self._inbox.all_asked(), *self._arriving.values()):
-            if incoming.request is not None:
-                self.finish(incoming)
-        for outgoing in [message for queue in self._unsent.values() for message in queue]:
-            self._finish(outgoing)
 
     def check_received(self) -> None:
         """After this rank has left: wait until the others have read its messages, and check that none is left over.

@@ -43,7 +43,7 @@ class WiredRendezvous(Rendezvous):
         self._mailbox, self._schedule = mailbox, schedule
         self._poll.register(mail.wires.fd, select.POLLIN)
         self.mail = mail
-        mail.attach(self)
+        mail.attach(self, self.check_joined)
 
     def detach(self) -> None:
         """Listen to the ranks of the node alone."""

@@ -399,7 +399,7 @@ def recv_message(count: int, is_dozing: bool, offered: str = "") -> Block:
     looks, acts = take_in(count, is_dozing, offered)
     is_there = block("Mailbox.is_there", note("call has_left"), _as_call(looks), note("call fail"))
     return block(
-        "Mailbox.finish",
+        "MessageBox.finish",
         *(note("call post"), wait(RECEIVER, [is_there], is_dozing, acts)),
     )
 
