@@ -253,6 +253,12 @@ def reused(request: pytest.FixtureRequest, reuse: Reuse) -> Callable[..., synk.R
     return take
 
 
+@pytest.fixture
+def rt(reused: Callable[..., synk.Runtime]) -> synk.Runtime:
+    """The runtime of most tests: one of ``reused`` with two workers."""
+    return reused(2)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Assert after each test that no worker, descriptor, thread or segment is left, and SIGINT is as it was.

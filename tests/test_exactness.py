@@ -226,9 +226,8 @@ def test_outputs_are_in_the_byte_order_of_the_machine(subtests: Any, shared_runt
                     np.testing.assert_array_equal(got, table)
 
 
-def test_records_keep_their_layout_and_their_class(subtests: Any, shared_runtimes: Any) -> None:
+def test_records_keep_their_layout_and_their_class(subtests: Any, rt: Any) -> None:
     """``np.concatenate`` would pack their fields; rows of a recarray have attributes though the dtypes are equal."""
-    rt = shared_runtimes[2]
     dtype = np.dtype({"names": ["a", "b"], "formats": ["f8", "i1"], "offsets": [8, 24], "itemsize": 32})
     same = rt.function(lambda x: x, outputs="gather")
     for num_rows, num_slices in itertools.product([4, 60_000], [1, 3]):
@@ -282,9 +281,8 @@ DISAGREEMENTS: dict[str, tuple[str, list[Any], str]] = {
 }
 
 
-def test_ranks_that_disagree_are_told_before_any_reduction(subtests: Any, shared_runtimes: Any) -> None:
+def test_ranks_that_disagree_are_told_before_any_reduction(subtests: Any, rt: Any) -> None:
     """All of them are named, the same workers live on, and no buffer of the failed call is used."""
-    rt = shared_runtimes[2]
     for name, (op, values, words) in DISAGREEMENTS.items():
         with subtests.test(name), same_workers(rt), pytest.raises(CollectiveMismatch, match=words):
             rt.function(lambda x, values=values: values[rank_of(x)], bcast_inputs="values", outputs=op)(np.arange(2))

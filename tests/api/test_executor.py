@@ -251,8 +251,7 @@ def test_limits_of_tasks(shared_runtimes: Any, reused: Callable[..., Any]) -> No
             synk.Executor(runtime=shared_runtimes["1+1"], **each)
 
 
-def test_a_worker_that_dies_while_it_has_no_task_ends_no_other(reused: Callable[..., Any], gate: Gate) -> None:
-    rt = reused(2)
+def test_a_worker_that_dies_while_it_has_no_task_ends_no_other(rt: Any, gate: Gate) -> None:
     idle = harness.pids(rt)[1]
     with synk.Executor(runtime=rt) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

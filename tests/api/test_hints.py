@@ -95,8 +95,7 @@ WORDS = {
 }
 
 
-def test_words_of_other_libraries_are_told_what_to_write(reused: Any) -> None:
-    rt = reused(2)
+def test_words_of_other_libraries_are_told_what_to_write(rt: Any) -> None:
     f = rt.function(lambda x: x.sum(), outputs="sum")
     names = {"synk": synk, "rt": rt, "f": f, "x": np.ones(4), "items": ["a"], "pending": f.submit(np.ones(4))}
 
@@ -115,8 +114,7 @@ def test_words_of_other_libraries_are_told_what_to_write(reused: Any) -> None:
     assert names["pending"].result() == 4
 
 
-def test_other_names_are_missing_as_usual(reused: Any) -> None:
-    rt = reused(2)
+def test_other_names_are_missing_as_usual(rt: Any) -> None:
     f = rt.function(lambda x: x.sum(), outputs="sum")
     pending = f.submit(np.ones(4))
     for thing in (synk, rt, f, pending, synk.comm):

@@ -47,9 +47,8 @@ def later() -> Iterator[Callable[..., None]]:
         thread.join()
 
 
-def test_a_call_that_is_interrupted_from_another_thread(reused: Any, gate: Gate, later: Any) -> None:
+def test_a_call_that_is_interrupted_from_another_thread(rt: Any, gate: Gate, later: Any) -> None:
     """It has assigned nothing."""
-    rt = reused(2)
     w = rt.shared(np.zeros(3))
 
     def assign(x: Any) -> Any:
@@ -64,8 +63,7 @@ def test_a_call_that_is_interrupted_from_another_thread(reused: Any, gate: Gate,
     assert all((w[rank] == 0).all() for rank in range(2))
 
 
-def test_an_interrupt_that_comes_between_calls_or_as_one_ends_is_not_meant_for_the_next(reused: Any) -> None:
-    rt = reused(2)
+def test_an_interrupt_that_comes_between_calls_or_as_one_ends_is_not_meant_for_the_next(rt: Any) -> None:
     total = rt.function(lambda x: x.sum(), outputs="sum")
     with same_workers(rt):
         kept = total.submit(X)
@@ -81,8 +79,7 @@ def test_an_interrupt_that_comes_between_calls_or_as_one_ends_is_not_meant_for_t
 
 
 @pytest.mark.parametrize("waits_for", ["nothing", "the last", "the last, with a limit", "a call behind them"])
-def test_submitted_calls_are_interrupted(reused: Any, gate: Gate, later: Any, waits_for: str) -> None:
-    rt = reused(2)
+def test_submitted_calls_are_interrupted(rt: Any, gate: Gate, later: Any, waits_for: str) -> None:
     total = rt.function(lambda x: x.sum(), outputs="sum")
     stay = staying(rt, gate)
     with same_workers(rt):
@@ -103,8 +100,7 @@ def test_submitted_calls_are_interrupted(reused: Any, gate: Gate, later: Any, wa
                 call.result(timeout=60.0 if "limit" in waits_for else None)
 
 
-def test_a_signal_handler_may_interrupt_the_call_that_it_came_into(reused: Any, gate: Gate, later: Any) -> None:
-    rt = reused(2)
+def test_a_signal_handler_may_interrupt_the_call_that_it_came_into(rt: Any, gate: Gate, later: Any) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: rt.interrupt())
     try:
         with same_workers(rt):

@@ -26,12 +26,6 @@ from synk._api.journal import _OPEN
 NUM_ITEMS = 40
 
 
-@pytest.fixture
-def rt(shared_runtimes: Any) -> synk.Runtime:
-    runtime: synk.Runtime = shared_runtimes[2]
-    return runtime
-
-
 def noted_in(path: Path) -> Callable[[int], Any]:
     """Return a function that fails for some items, and adds the number of each item to a file."""
 

@@ -19,7 +19,7 @@ def of(caplog: pytest.LogCaptureFixture, name: str) -> list[tuple[int, int, str]
     return sorted((each.rank, each.levelno, each.getMessage()) for each in caplog.records if each.name == name)
 
 
-def test_records_come_with_rank_and_level(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_come_with_rank_and_level(rt: Any, caplog: pytest.LogCaptureFixture) -> None:
     def logs(x: Any) -> float:
         logging.getLogger("mine.part").warning("%d rows, 100 %%", len(x), extra={"step": 7})
         try:
@@ -28,7 +28,6 @@ def test_records_come_with_rank_and_level(reused: Any, caplog: pytest.LogCapture
             logging.getLogger("traced").exception("caught")
         return float(x.sum())
 
-    rt = reused(2)
     assert rt.function(logs, outputs="sum")(ROWS) == 1
     assert of(caplog, "mine.part") == [
         (0, logging.WARNING, "[rank 0] 1 rows, 100 %"),

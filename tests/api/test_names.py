@@ -202,8 +202,7 @@ def test_a_parameter_with_the_name_of_an_option_is_refused() -> None:
         assert "cannot build function" in str(raised.value), (option, build, make, kind)
 
 
-def test_what_comes_by_position_only_cannot_be_lost(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_comes_by_position_only_cannot_be_lost(rt: Any) -> None:
     scaled = functools.partial(lambda timeout, x: timeout * x.sum(), 2.0)
     assert rt.function(scaled, outputs="sum")(X) == 2 * X.sum()
     plain = eval("lambda x, timeout=2.0, /: timeout * x.sum()")
@@ -231,9 +230,8 @@ def test_steps_of_replicated_models(shared_runtimes: Any) -> None:
     assert rep.function(lambda timeout, x: x.sum().item(), outputs="sum")(torch.ones(5, 1)) == 5
 
 
-def test_items_come_by_position(shared_runtimes: Any) -> None:
+def test_items_come_by_position(rt: Any) -> None:
     """No argument of ``map`` or ``submit`` could be meant for the option of a call: a map and a task have none."""
-    rt = shared_runtimes[2]
     with synk.Executor(runtime=rt) as executor:
         for option in sorted(OPTION_NAMES):
             plain = eval(f"lambda x, {option}=2.0, *, other=1.0: ({option}, x * other)")

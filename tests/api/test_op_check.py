@@ -163,8 +163,7 @@ def test_what_is_right_is_never_told(shared_runtimes: Any, subtests: pytest.Subt
                 f(rows)
 
 
-def test_many_rows_and_slow_functions(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_many_rows_and_slow_functions(rt: Any) -> None:
     x = np.random.default_rng(1).normal(size=(100_000, 3))
     with pytest.raises(OpMismatch, match="on 61 of the 100000 rows"):
         rt.function(lambda x: x.sum())(x)
@@ -315,8 +314,8 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
-def test_however_the_rows_come(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    rt, x = shared_runtimes[2], 1 + np.random.default_rng(5).random((24, 2))
+def test_however_the_rows_come(rt: Any, subtests: pytest.Subtests) -> None:
+    x = 1 + np.random.default_rng(5).random((24, 2))
     for way, call in WAYS.items():
         with subtests.test(way):
             with pytest.raises(OpMismatch, match="Use op \"sum\" for output\\[1\\]\\['sum'\\]"):
@@ -353,8 +352,7 @@ def test_slices_of_other_lengths_from_one_buffer(shared_runtimes: Any) -> None:
 # ----- what it does not do, and what it leaves
 
 
-def test_an_op_that_was_named_is_the_users_word(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_an_op_that_was_named_is_the_users_word(rt: Any) -> None:
     for op in ("avg", "sum", "max", "gather", "first", None, np.add):
         f = rt.function(lambda x: x + x.sum(), outputs=op)
         f.serial(np.arange(4.0))  # brings it to the workers
@@ -363,9 +361,9 @@ def test_an_op_that_was_named_is_the_users_word(shared_runtimes: Any) -> None:
         assert rt.counters["messages_down"] - before == 2, op
 
 
-def test_what_assigns_or_changes_is_not_held_back(shared_runtimes: Any) -> None:
+def test_what_assigns_or_changes_is_not_held_back(rt: Any) -> None:
     """What such a call did could not be taken back; what a second run with few rows assigns takes no effect."""
-    rt, x = shared_runtimes[2], np.arange(8.0)
+    x = np.arange(8.0)
     w, few, box = rt.shared(np.zeros(()), name="w"), rt.shared(np.zeros(())), rt.resident([0.0])
 
     def assign(x: Any) -> Any:
@@ -397,9 +395,9 @@ class Scale:
         return self.factor * x.mean()
 
 
-def test_state_and_streams_are_those_without_the_check(reused: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_state_and_streams_are_those_without_the_check(rt: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Of the ranks: the classes of the program are not touched."""
-    rt, method = reused(2), Scale.of
+    method = Scale.of
     state: dict[str, Any] = {"calls": 0}
 
     def drawing(x: np.ndarray) -> Any:
@@ -458,9 +456,9 @@ def test_a_result_outlives_its_runtime() -> None:
     assert call.result() == 4.5
 
 
-def test_a_run_that_never_ends_costs_its_limit(reused: Any) -> None:
+def test_a_run_that_never_ends_costs_its_limit(rt: Any) -> None:
     """As of functions whose ranks wait for each other by other means than ``synk.comm``."""
-    rt, x = reused(2), np.arange(1.0, 201.0)
+    x = np.arange(1.0, 201.0)
 
     def waits(x: np.ndarray) -> Any:
         if len(x) < 90:

@@ -152,13 +152,12 @@ def test_a_runtime_that_it_made_is_closed_with_it(runtime: Any) -> None:
     np.testing.assert_array_equal(stored.values()["w"], [0.0, 0.0])
 
 
-def test_options_classes_and_dtypes_are_kept(shared_runtimes: Any) -> None:
+def test_options_classes_and_dtypes_are_kept(rt: Any, shared_runtimes: Any) -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 
     class Price:
         scale = 1
 
-    rt = shared_runtimes[2]
     price, half = rt.resident(Price()), rt.shared(np.arange(6).astype(bfloat16))
     program = synk.Program(
         broadcast=rt.function(lambda k, x: k * x, bcast_inputs="k", outputs="gather"),

@@ -108,9 +108,8 @@ def test_the_ranks_talk_in_each_run(shared_runtimes: Any, kind: Any) -> None:
     np.testing.assert_allclose(abs(v.value), abs(vectors[:, -1]), rtol=1e-6)
 
 
-def test_a_change_in_place_is_refused_in_each_run(shared_runtimes: Any) -> None:
+def test_a_change_in_place_is_refused_in_each_run(rt: Any) -> None:
     """Also if a later run assigns the variable, from a value without the change."""
-    rt = shared_runtimes[2]
     w, runs = rt.shared({"a": np.zeros(2)}), rt.shared(0)
 
     def step(x: np.ndarray) -> float:
@@ -127,8 +126,7 @@ def test_a_change_in_place_is_refused_in_each_run(shared_runtimes: Any) -> None:
             f.repeat(n, X)
 
 
-def test_it_is_one_message(reused: Any) -> None:
-    rt = reused(2)
+def test_it_is_one_message(rt: Any) -> None:
     w = rt.shared(0)
     f = rt.function(lambda x: (x.sum(), w.value + 1), updates=[w], outputs="sum")
     f.repeat(3, X), f.repeat(3, X)
@@ -231,8 +229,7 @@ def test_a_death_in_a_later_run(where: Any, reused: Any) -> None:
     assert log.get(0)[:3] == [0]
 
 
-def test_a_time_limit_ends_it(reused: Any) -> None:
-    rt = reused(2)
+def test_a_time_limit_ends_it(rt: Any) -> None:
     w = rt.shared(0)
     f = rt.function(lambda x: (x.sum(), w.value + 1), updates=[w], outputs="sum")
     with same_workers(rt), pytest.raises(CallTimeout):
@@ -249,9 +246,8 @@ def test_what_is_no_number(shared_runtimes: Any) -> None:
             f.repeat(n, X)
 
 
-def test_what_cannot_be_repeated(shared_runtimes: Any) -> None:
+def test_what_cannot_be_repeated(rt: Any) -> None:
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
     with pytest.raises(ValueError, match="cannot repeat 'total': got num_slices=2, expected 1"):
         rt.function(named("total", lambda x: x.sum()), outputs="sum").repeat(3, X, num_slices=2)
     model = torch.nn.Linear(2, 1)

@@ -214,9 +214,8 @@ def test_each_verb_computes_with_the_settings_of_its_place(
             assert [call.result() for call in submitted] == expected
 
 
-def test_quiet_calls_stay_quiet_within_blocks_of_equal_settings(shared_runtimes: Any) -> None:
+def test_quiet_calls_stay_quiet_within_blocks_of_equal_settings(rt: Any) -> None:
     """A new block of settings that are equal to those before is no news; one of others is, and its end."""
-    rt = shared_runtimes[2]
     f, before = rt.function(lambda x: x.sum() + 0 * len(CASES), outputs="sum"), 0
     grad = rt.function(lambda x: has_grad(), outputs=None)
     for _ in range(2):
@@ -271,8 +270,7 @@ def test_what_a_function_sets_stays_on_its_rank_until_the_program_changes_it(run
     assert look(X) == [("inf", "torch.float64")], "the setting that the program has changed, and no other"
 
 
-def test_verify_compares_under_the_settings_of_the_call_and_leaves_them(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_verify_compares_under_the_settings_of_the_call_and_leaves_them(rt: Any) -> None:
     tenth = rt.function(lambda x: np.float64(torch.full((1,), 0.1).double()[0].item() + 0 * x.sum()))
     for dtype in (torch.float64, torch.float32):
         torch.set_default_dtype(dtype)

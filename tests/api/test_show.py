@@ -18,8 +18,7 @@ import synk
 from synk.profiler import cprofile
 
 
-def test_results_say_what_they_are(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_results_say_what_they_are(rt: Any) -> None:
     for text in (synk.info(), rt.info(), rt.profile):
         assert repr(text) == str(text) and "\n" in str(text), "a prompt shows it as it is"
 
@@ -67,8 +66,7 @@ def last_line(text: str) -> str:
     return text.rstrip("\n").split("\n")[-1].split("\r")[-1]
 
 
-def test_progress(shared_runtimes: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    rt: synk.Runtime = shared_runtimes[2]
+def test_progress(rt: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread, which would outlive the test
     found = list(rt.map(square, range(30), progress=True, on_error="return"))
     assert [n for n, each in enumerate(found) if isinstance(each, synk.ItemError)] == [7, 17, 27]
@@ -145,8 +143,7 @@ def called(rt: synk.Runtime, fn: Callable[..., Any], *args: Any, times: int = 20
         f(*args)
 
 
-def test_each_change_saves_what_the_advice_says(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    rt: synk.Runtime = shared_runtimes[2]
+def test_each_change_saves_what_the_advice_says(rt: Any, shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     x, table, model = np.ones(10), rt.data(TABLE), rt.resident(MODEL)
     kinds: dict[str, tuple[Callable[[], Any], Callable[[str], Any], str]] = {
         "data": (

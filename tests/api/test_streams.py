@@ -10,7 +10,6 @@ import resource
 import signal
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def totals(rt: synk.Runtime) -> Any:
 Pair = namedtuple("Pair", "x y")
 
 
-def test_a_stream_gives_the_results_of_the_calls(shared_runtimes: Any) -> None:
+def test_a_stream_gives_the_results_of_the_calls(rt: Any, shared_runtimes: Any) -> None:
     """A batch is one argument, a tuple or list of all arguments, as a data loader gives them, or one that is nested."""
     torch = pytest.importorskip("torch")
     x, y = np.arange(12.0).reshape(6, 2), np.arange(6.0)
@@ -43,7 +42,6 @@ def test_a_stream_gives_the_results_of_the_calls(shared_runtimes: Any) -> None:
         total = totals(shared_runtimes[where])
         assert list(total.stream(BATCHES)) == [x.sum() for x in BATCHES]
         assert list(total.stream([])) == []
-    rt = shared_runtimes[2]
     dots = rt.function(lambda x, y: x.T @ y, outputs="sum").stream(loader)
     np.testing.assert_array_equal(list(dots), [x[k : k + 2].T @ y[k : k + 2] for k in (0, 2, 4)])
     assert list(rt.function(lambda d: d["y"].sum(), outputs="sum").stream([{"y": y}])) == [y.sum()]
@@ -76,8 +74,7 @@ def broken() -> Iterator[Any]:
     raise OSError("no more")
 
 
-def test_what_a_batch_or_the_iterable_raises_comes_after_the_results_before(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_a_batch_or_the_iterable_raises_comes_after_the_results_before(rt: Any) -> None:
     wrong: tuple[tuple[Any, Iterable[Any], type[Exception], str, int], ...] = (
         (check, [np.full(5, float(n)) for n in range(9)], LookupError, "for batch 4 of the stream of 'check'", 4),
         (lambda x: x.sum(), broken(), OSError, "for batch 2 of the stream of '<lambda>'", 2),
@@ -97,8 +94,7 @@ def test_what_a_batch_or_the_iterable_raises_comes_after_the_results_before(shar
 # -- calls that are awaited -------------------------------------------------------------------------------------------
 
 
-def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path: Path) -> None:
-    rt, gate = shared_runtimes[2], Gate(tmp_path)
+def test_calls_are_awaited_while_other_tasks_run(rt: Any, gate: Gate) -> None:
     slow, total = rt.function(lambda x: (gate.wait(synk.comm.rank), x.sum())[1], outputs="sum"), totals(rt)
     gate.open()
     slow(np.ones(2)), total(np.ones(2))  # to send a function waits for the calls before
@@ -116,8 +112,7 @@ def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path:
     assert_right(rt)
 
 
-def test_awaiting_gives_what_the_call_raises(reused: Any, tmp_path: Path) -> None:
-    rt, gate = reused(2), Gate(tmp_path)
+def test_awaiting_gives_what_the_call_raises(rt: Any, gate: Gate) -> None:
     stay = rt.function(lambda x: gate.wait((float(x[0]), synk.comm.rank)), outputs=None)
 
     async def begun(first: float) -> Any:
@@ -154,8 +149,7 @@ def test_an_await_beside_a_thread_that_holds_the_runtime(shared_runtimes: Any) -
         assert asyncio.run(main()) == [3.0 * n for n in range(5)]
 
 
-def test_done_callbacks(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rt = shared_runtimes[2]
+def test_done_callbacks(rt: Any, caplog: pytest.LogCaptureFixture) -> None:
     total, ended = totals(rt), []
     calls = [total.submit(np.full(3, float(n))) for n in range(3)]
     for call in calls:
@@ -219,8 +213,8 @@ def fits(x: Any) -> np.ndarray:
     return np.full(len(x), len(x))
 
 
-def test_the_slices_are_doubled_until_they_fit(reused: Any, subtests: pytest.Subtests) -> None:
-    rt, x = reused(2), np.arange(16.0)
+def test_the_slices_are_doubled_until_they_fit(rt: Any, subtests: pytest.Subtests) -> None:
+    x = np.arange(16.0)
     nested = {"dict": {"x": x, "scale": 3}, "tuple": (x, [x[0]] * 16), "list": x.tolist(), "array": x}
     for kind, arg in nested.items():
         with subtests.test(kind):
@@ -233,9 +227,9 @@ def test_the_slices_are_doubled_until_they_fit(reused: Any, subtests: pytest.Sub
     assert f(x[:6]).tolist() == [3] * 6, "a small call was cut"
 
 
-def test_what_does_not_fit_in_slices_either_is_not_remembered(reused: Any) -> None:
+def test_what_does_not_fit_in_slices_either_is_not_remembered(rt: Any) -> None:
     """The next call, for which there is memory again, is one of whole shards; both errors are told."""
-    rt, x = reused(2), np.arange(12.0)
+    x = np.arange(12.0)
     room, is_short = rt.shared(3), rt.shared(True)
 
     def centred(x: np.ndarray) -> np.ndarray:
@@ -253,9 +247,9 @@ def test_what_does_not_fit_in_slices_either_is_not_remembered(reused: Any) -> No
     assert f(x).tolist() == (x - x.mean()).tolist()
 
 
-def test_only_the_rows_that_batch_picks_count(reused: Any) -> None:
+def test_only_the_rows_that_batch_picks_count(rt: Any) -> None:
     """Both for where to stop and for what is remembered."""
-    rt, x = reused(2), np.arange(1000.0)
+    x = np.arange(1000.0)
 
     def never_fits(x: np.ndarray) -> None:
         raise MemoryError("too much")

@@ -95,8 +95,7 @@ WRONG: dict[str, Callable[[synk.Runtime], Any]] = {
 }
 
 
-def test_no_verb_shows_a_line_of_synk(reused: Any, subtests: pytest.Subtests) -> None:
-    rt = reused(2)
+def test_no_verb_shows_a_line_of_synk(rt: Any, subtests: pytest.Subtests) -> None:
     for verb, call in WRONG.items():
         with subtests.test(verb):
             lines = printed(lambda: call(rt))  # noqa: B023

@@ -220,8 +220,7 @@ def test_no_difference_of_zero_beside_a_no(shared_runtimes: Any, subtests: pytes
             assert output.verdict == "equal" or output.difference != 0, report
 
 
-def test_tolerances(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_tolerances(rt: Any) -> None:
     near = rt.function(lambda x: x.sum() + 1e-3, outputs="sum")
     assert not near.verify(np.ones(8))
     assert near.verify(np.ones(8), rtol=1e-3)
@@ -235,9 +234,8 @@ def test_what_a_call_raises_comes_out_as_itself(shared_runtimes: Any) -> None:
         shared_runtimes[2].function(lambda x, y: x).verify(X, X[:3])
 
 
-def test_it_calls_what_a_call_would_call(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+def test_it_calls_what_a_call_would_call(rt: Any, subtests: pytest.Subtests) -> None:
     """In blocks; and what no call accepts, it refuses."""
-    rt = shared_runtimes[2]
     f = rt.function(lambda x: x.sum(), outputs="avg", reproducible=2)
     assert f.verify(X).outputs[0].difference == pytest.approx(abs(f(X) - X.sum()))
     w, seen = rt.shared(np.zeros(3)), rt.resident([0])
@@ -291,10 +289,7 @@ def test_an_attribute_that_only_the_program_has_is_found(shared_runtimes: Any, m
         assert told(f.verify(X)) == ("plain", ["different"])
 
 
-def test_what_lives_on_the_workers_is_not_compared_with_the_plain_function(
-    shared_runtimes: Any, subtests: pytest.Subtests
-) -> None:
-    rt = shared_runtimes[2]
+def test_what_lives_on_the_workers_is_not_compared_with_the_plain_function(rt: Any, subtests: pytest.Subtests) -> None:
     w, total, shard = rt.shared(np.ones(3), name="w"), rt.shared(np.zeros(3)), rt.shared(X, sharded=True)
     kept, variables, objects = rt.resident([1.0]), "shared variables", "objects that live on the workers"
     cases = {
@@ -316,8 +311,7 @@ def test_what_lives_on_the_workers_is_not_compared_with_the_plain_function(
 # ----- nothing is left of it
 
 
-def test_shared_variables_hold_what_they_held(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_shared_variables_hold_what_they_held(rt: Any) -> None:
     w, s = rt.shared(np.zeros(3), name="w"), rt.shared(np.arange(5.0), sharded=True, name="s")
 
     def step(x: np.ndarray) -> Any:
@@ -337,8 +331,7 @@ def test_shared_variables_hold_what_they_held(shared_runtimes: Any) -> None:
     np.testing.assert_array_equal(s.value, np.arange(5.0) + 1)
 
 
-def test_new_values_are_combined_by_their_own_ops(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_new_values_are_combined_by_their_own_ops(rt: Any) -> None:
     w, t, s = rt.shared(np.zeros(3)), rt.shared(0.0), rt.shared(np.arange(5.0), sharded=True)
     for updates, new in (
         ([w], lambda x: x.mean(axis=0)),
@@ -350,8 +343,7 @@ def test_new_values_are_combined_by_their_own_ops(shared_runtimes: Any) -> None:
         assert report, report
 
 
-def test_replicas_and_shards_that_differ_are_found(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_replicas_and_shards_that_differ_are_found(rt: Any) -> None:
     w, s = rt.shared(np.zeros(3), name="w"), rt.shared(np.arange(5.0), sharded=True, name="s")
 
     def step(x: np.ndarray) -> None:

@@ -292,9 +292,9 @@ def test_an_object_arrives_as_it_is(subtests: Any, shared_runtimes: Any, num_wor
             assert not wrong
 
 
-def test_an_object_moves_with_a_program(shared_runtimes: Any) -> None:
+def test_an_object_moves_with_a_program(rt: Any, shared_runtimes: Any) -> None:
     """In a resident object, with rules of its own, and in a key of a nesting."""
-    rt, held = shared_runtimes[2], made()
+    held = made()
     resident, nested = rt.resident(held), rt.shared({Key(held): X})
     own = rt.resident({"by": held}, dump=dict, load=dict.update)
     program = synk.Program(

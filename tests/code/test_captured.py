@@ -80,9 +80,9 @@ def test_what_a_script_binds_anew(subtests: Any, shared_runtimes: Any) -> None:
                         np.testing.assert_array_equal(call(X), main["f"](X))
 
 
-def test_the_variables_of_a_closure(shared_runtimes: Any) -> None:
+def test_the_variables_of_a_closure(rt: Any) -> None:
     """Functions share them, on the ranks as well."""
-    rt, count = shared_runtimes[2], 0
+    count = 0
 
     def add(x: np.ndarray) -> int:
         nonlocal count
@@ -112,8 +112,7 @@ class Proxy(metaclass=AnswersEveryName):
         return np.array(self.rows, dtype)
 
 
-def test_an_object_with_whatever_attribute_is_asked_for_is_taken_for_itself(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_an_object_with_whatever_attribute_is_asked_for_is_taken_for_itself(rt: Any) -> None:
     captured = Proxy([1.0, 2.0])
 
     def f(x: np.ndarray, other: Any) -> float:
@@ -150,8 +149,7 @@ def test_only_what_has_changed_is_sent(runtime: Callable[..., Any]) -> None:
         assert sent_after(change) < whole / 4
 
 
-def test_a_shared_variable_bound_anew_is_the_one_that_counts(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_a_shared_variable_bound_anew_is_the_one_that_counts(rt: Any) -> None:
     main = namespace("def f(x):\n    w.value = w.value + 1\n    return x * w.value", w=rt.shared(1.0))
     f = rt.function(main["f"], outputs="gather")
     np.testing.assert_array_equal(f(X), 2 * X)
@@ -201,8 +199,8 @@ def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, n
             call()
 
 
-def test_of_open_files_only_a_text_that_is_read_is_carried(shared_runtimes: Any, tmp_path: Path) -> None:
-    rt, path = shared_runtimes[2], tmp_path / "text"
+def test_of_open_files_only_a_text_that_is_read_is_carried(rt: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text"
     path.write_text("one\ntwo\n")
     for mode in ("r", "rb", "a", "ab"):
         with path.open(mode) as file:
@@ -223,9 +221,8 @@ def test_an_object_that_keeps_a_runtime_is_told_to_leave_it_out(shared_runtimes:
         fitted.mean(X)
 
 
-def test_objects_are_let_go_of_with_the_last_function_that_needs_them(shared_runtimes: Any) -> None:
+def test_objects_are_let_go_of_with_the_last_function_that_needs_them(rt: Any) -> None:
     """By the program and by the workers."""
-    rt = shared_runtimes[2]
 
     class Large(np.ndarray):
         """An array that can be watched."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -208,8 +207,7 @@ def texts() -> dict[str, str]:
     return found
 
 
-def test_of_functions_and_classes(subtests: Any, reused: Callable[..., Any]) -> None:
-    rt = reused(2)
+def test_of_functions_and_classes(subtests: Any, rt: Any) -> None:
     for name, text in texts().items():
         with subtests.test(feature=name):
             names: dict[str, Any] = {"__name__": "__main__"}

@@ -148,9 +148,8 @@ def program(kind: str, hook: str, place: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [26, pytest.param(10**6, marks=pytest.mark.storm)])
-def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, shared_runtimes: Any, count: int) -> None:
+def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, rt: Any, count: int) -> None:
     """Captured, as a broadcast argument, and as an item of a map."""
-    rt = shared_runtimes[2]
     for kind, hook, place in combinations(count, GLOBALS, HOOKS, PLACES):
         if place == "key" and hook in ("__setitem__", "append"):  # what has these is not hashed
             continue
@@ -300,7 +299,7 @@ def test_what_a_function_has_changed_in_the_class_of_its_items_stays(subtests: A
             assert captured(NUMBERS) == 13
 
 
-def test_an_enum_keeps_its_members(subtests: Any, shared_runtimes: Any) -> None:
+def test_an_enum_keeps_its_members(subtests: Any, rt: Any) -> None:
     """A function has captured it, items name it, and the function is called again."""
 
     class Plain(enum.Enum):
@@ -312,7 +311,6 @@ def test_an_enum_keeps_its_members(subtests: Any, shared_runtimes: Any) -> None:
     class Number(float, enum.Enum):
         A = 1.5
 
-    rt = shared_runtimes[2]
     for kind in (Plain, Flags, Number):
         with subtests.test(kind=kind.__name__), synk.Executor(runtime=rt) as executor:
             captured = rt.function(lambda x: kind.A.value, outputs="first")  # noqa: B023

@@ -488,7 +488,7 @@ def test_a_reload_that_did_not_arrive_is_sent_again(shared_runtimes: Any, progra
     assert f(X) == [101] * len(X)
 
 
-def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> None:
+def test_functions_of_a_module_that_is_reloaded(rt: Any, program: Programs) -> None:
     """They are found by module and name, with other code and parameters; an array of their name is not taken.
 
     Also if the workers have only what synk makes of them.
@@ -497,7 +497,7 @@ def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: P
         "import synk\ndef plain(x):\n    return x + 1\n@synk.function(outputs='gather')\ndef f(x):\n    return x - 1\n"
     )
     main = program({"users_m": source}, "import users_m\nfrom users_m import plain, f")
-    rt, fn = shared_runtimes[2], main.names["plain"]
+    fn = main.names["plain"]
     plain, repeated, verified = (rt.function(fn, outputs="gather") for _ in range(3))
     in_blocks = rt.function(fn, outputs="gather", reproducible=2)
 

@@ -102,8 +102,7 @@ def check_fields(rt: Any, name: str) -> None:
     assert call() == (103, 6), "equal to what was sent: still the rank's"
 
 
-def test_a_list_of_another_length_comes_whole_and_its_unchanged_elements_are_the_ranks(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_a_list_of_another_length_comes_whole_and_its_unchanged_elements_are_the_ranks(rt: Any) -> None:
     layers = [SimpleNamespace(calls=0), SimpleNamespace(calls=0)]
 
     def step(x: np.ndarray) -> str:
@@ -193,8 +192,7 @@ def test_what_is_pickled_differently_each_time_is_sent_each_time(shared_runtimes
     assert f(X) >= 11
 
 
-def test_objects_that_two_functions_capture_are_one_on_each_rank(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_objects_that_two_functions_capture_are_one_on_each_rank(rt: Any) -> None:
     held = {"table": np.zeros(3), "log": [0], "box": SimpleNamespace(k=0)}
     alone = held["log"]
 

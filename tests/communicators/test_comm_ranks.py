@@ -199,8 +199,7 @@ def test_started_ones_go_on_whatever_a_rank_waits_for(at: Any, subtests: Any) ->
                 on_each(at(place), body)
 
 
-def test_a_request_belongs_to_its_call(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_a_request_belongs_to_its_call(rt: Any) -> None:
     held: list[Any] = []  # each rank's own, and kept between calls
 
     def body(x: np.ndarray, turn: int) -> Any:

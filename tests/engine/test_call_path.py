@@ -43,8 +43,8 @@ BROADCAST: list[tuple[str, Any, int, tuple[str, ...], list[int]]] = [
 """Function, what is broadcast, how many arguments by position and by which names, and the rows that each has."""
 
 
-def test_what_is_broadcast(subtests: Any, shared_runtimes: Any) -> None:
-    rt, x = shared_runtimes[2], np.arange(6.0)
+def test_what_is_broadcast(subtests: Any, rt: Any) -> None:
+    x = np.arange(6.0)
     for name, bcast, count, keywords, rows in BROADCAST:
         with subtests.test(name, bcast=bcast):
             f = rt.function(FUNCTIONS[name], bcast_inputs=bcast, outputs="first")
@@ -102,8 +102,7 @@ def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any) -> N
             assert kind == "array" or way == "batch" or (sent["bytes_staged"], sent["bytes_pickled"]) == (0, 0)
 
 
-def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(rt: Any) -> None:
     f = rt.function(lambda w, x: (x @ w, (x @ w).sum()), bcast_inputs="w", outputs=("gather", "sum"))
     x, w = rt.data(BIG), np.ones(16)
     for _ in range(2):
@@ -115,9 +114,8 @@ def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any
     assert max(sent["bytes_down"], sent["bytes_up"]) <= 64 * 2 * 20
 
 
-def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes: Any) -> None:
+def test_array_bytes_cross_through_segments_only(subtests: Any, rt: Any) -> None:
     """Not one byte of an 8 MB array is pickled or written to a pipe, even the first time."""
-    rt = shared_runtimes[2]
     data, small = rt.data(BIG), np.ones((4, 4))
 
     def total(w: Any, x: np.ndarray) -> Any:
@@ -143,9 +141,9 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
             assert max(sent[kind] for kind in ("bytes_pickled", "bytes_down", "bytes_up")) < 20_000
 
 
-def test_batch_copies_only_the_rows_that_it_picks(subtests: Any, shared_runtimes: Any) -> None:
+def test_batch_copies_only_the_rows_that_it_picks(subtests: Any, rt: Any) -> None:
     """Of large arrays, beside others that are not copied at all."""
-    rt, x = shared_runtimes[2], np.arange(600_000.0).reshape(-1, 2)
+    x = np.arange(600_000.0).reshape(-1, 2)
     data, shard = rt.data(x), rt.shared(x[:, 0], sharded=True)
     f = rt.function(lambda a, b, s: a[:, 0] - 2 * b["c"][:, 1] + s, outputs="gather")
     for rows in (slice(3), slice(7, 299_000, 99_999), slice(None, None, -70_000), [299_999, 4, 4, 0], x[:, 0] < 7):
@@ -158,9 +156,8 @@ def test_batch_copies_only_the_rows_that_it_picks(subtests: Any, shared_runtimes
                 np.testing.assert_array_equal(parts, x[rows])
 
 
-def test_what_sends_nothing(shared_runtimes: Any) -> None:
+def test_what_sends_nothing(rt: Any) -> None:
     """To make, resize and drop data, to define functions, to distribute what is there; new functions go together."""
-    rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
     data = rt.data(np.ones(10))
     total(data)
@@ -192,9 +189,8 @@ def place_of(x: np.ndarray) -> str:
     raise AssertionError("the rows lie nowhere")
 
 
-def test_a_rank_sees_its_own_rows_and_holds_no_copy(subtests: Any, shared_runtimes: Any) -> None:
+def test_a_rank_sees_its_own_rows_and_holds_no_copy(subtests: Any, rt: Any) -> None:
     """A read-only view on a segment, of this rank's rows alone: its private memory does not grow with the input."""
-    rt = shared_runtimes[2]
     f = rt.function(lambda x: (place_of(x), x.flags.writeable, len(x), saboteurs.anonymous_kb()), outputs=None)
     f(rt.data(np.ones((1000, 16))))
     before = max(memory for *_, memory in f(np.ones((1000, 16))))
@@ -211,8 +207,7 @@ def test_a_rank_sees_its_own_rows_and_holds_no_copy(subtests: Any, shared_runtim
                 assert memory < before + 2048
 
 
-def test_the_program_makes_no_copy_of_data_and_uses_its_segments_again(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_the_program_makes_no_copy_of_data_and_uses_its_segments_again(rt: Any) -> None:
     data = rt.data(shape=(1 << 19, 16), dtype="float64")
     total = rt.function(lambda x: x.sum(), outputs="sum")
     big = rt.function(lambda k, x: np.full(100_000, k), bcast_inputs="k", outputs="max")
@@ -236,9 +231,8 @@ def test_the_program_makes_no_copy_of_data_and_uses_its_segments_again(shared_ru
     assert [result[-1] for result in kept] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_unwanted_outputs_are_neither_combined_nor_sent(shared_runtimes: Any) -> None:
+def test_unwanted_outputs_are_neither_combined_nor_sent(rt: Any) -> None:
     """Even ones that could not be combined: they are not looked at."""
-    rt = shared_runtimes[2]
     f = rt.function(lambda x: (x.sum(), np.ones(1 + int(x[0])), np.ones(1 << 16)), outputs="sum")
     f(np.arange(4.0), output_subset=[0])
     mapped = mapped_memfds()
@@ -253,11 +247,6 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
     for pid in pids(shared_runtimes[2]):
         stat = Path(f"/proc/{pid}/stat")
         assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
-
-
-@pytest.fixture
-def rt(shared_runtimes: Any) -> Any:
-    return shared_runtimes[2]
 
 
 def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any) -> None:

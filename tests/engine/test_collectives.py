@@ -151,8 +151,7 @@ def test_large_values_are_moved_in_shared_memory(subtests: pytest.Subtests, shar
 # ----- misuse
 
 
-def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtests, rt: Any) -> None:
     (a, a_values), (n, n_values) = differing(rt, (3,)), differing(rt, (3,), "i8")
     u, u_values = set_to(rt, [np.zeros((0, 3)), np.ones((2, 3))])
     z, nest = rt.shared(1.5, name="z"), rt.shared({"a": np.zeros(4), "b": np.zeros(4)}, name="nest")
@@ -197,8 +196,7 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
     assert_same(synk.gather(z), np.array([1.5, 1.5]))
 
 
-def test_what_is_no_variable_is_named(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_is_no_variable_is_named(rt: Any) -> None:
     w = rt.shared(np.ones(3))
     verbs: tuple[Any, ...] = (synk.broadcast, synk.gather, synk.all_gather, synk.reduce, synk.all_reduce)
     verbs += (lambda wrong: synk.scatter(wrong, [1.0]),)

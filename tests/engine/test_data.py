@@ -10,7 +10,6 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,8 +83,7 @@ def and_as_data(rt: Any, operand: Any) -> list[Any]:
 # ----- an array to NumPy
 
 
-def test_operators_give_what_the_array_gives(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_operators_give_what_the_array_gives(subtests: pytest.Subtests, rt: Any) -> None:
     for name, other, kind in combinations(120, BINARY, OTHERS, VALUES):
         is_reflected = name not in dir(operator) and name != "__divmod__"
         symbol = divmod if "divmod" in name else getattr(operator, name.replace("__r", "__") if is_reflected else name)
@@ -105,9 +103,8 @@ def test_operators_give_what_the_array_gives(subtests: pytest.Subtests, shared_r
             assert not (isinstance(got, np.ndarray) and np.shares_memory(got, d.data))
 
 
-def test_in_place_operators_write_to_where_the_workers_read(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+def test_in_place_operators_write_to_where_the_workers_read(subtests: pytest.Subtests, rt: Any) -> None:
     """With NumPy's rules for the dtype; the name stays bound to the object, and an error leaves it as it was."""
-    rt = shared_runtimes[2]
     read = rt.function(lambda x: x, outputs="gather")
     for name, other, kind in combinations(60, IN_PLACE, OTHERS, ("float", "int", "bool", "complex")):
         value, symbol = VALUES[kind], getattr(operator, name)
@@ -155,7 +152,7 @@ def test_functions_and_methods_give_what_the_array_gives(subtests: pytest.Subtes
     assert np.sum(data(a), where=data(a > 5)) == np.add(a, 0, where=data(a > 5), out=np.zeros((3, 3))).sum() == 31
 
 
-def test_whatever_is_told_to_write_into_data_does(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+def test_whatever_is_told_to_write_into_data_does(subtests: pytest.Subtests, rt: Any) -> None:
     writers: list[Callable[[Any, np.ndarray], Any]] = [
         lambda d, x: np.add(x, d, out=d),
         lambda d, x: np.divmod(x, 2, out=(np.empty_like(x), d))[1],
@@ -169,7 +166,6 @@ def test_whatever_is_told_to_write_into_data_does(subtests: pytest.Subtests, sha
         lambda d, x: np.add.reduce(np.stack([x, x]), out=d),
         lambda d, x: np.nanmean(np.stack([x, x + 4]), axis=0, out=d),
     ]
-    rt = shared_runtimes[2]
     x, read = np.array([1.0, 2, 3, 4, 5]), rt.function(lambda x: x, outputs="gather")
     for number, act in enumerate(writers):
         with subtests.test(writer=number):
@@ -201,8 +197,7 @@ def test_what_an_operand_does_better_is_left_to_it(shared_runtimes: Any) -> None
         d += Stranger()
 
 
-def test_data_is_hashed_by_identity_and_compared_by_elements(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_data_is_hashed_by_identity_and_compared_by_elements(rt: Any) -> None:
     d, e = rt.data(np.ones(3)), rt.data(np.ones(3))
     assert {d: 1, e: 2}[d] == 1 and len({d, e, d}) == 2
     a = np.arange(3.0)
@@ -309,8 +304,7 @@ def test_a_large_array_is_there_whole(shared_runtimes: Any) -> None:
     np.testing.assert_array_equal(rt.shared(x)[1], x)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subtests, rt: Any) -> None:
     d, single = rt.data(np.ones((3, 2), "f4"), name="d"), rt.data(np.float32(1), name="single")
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "'d': got dtype float64.*force_cast", lambda: d.set_value(np.ones((1, 2)))),
@@ -394,10 +388,9 @@ def test_a_call_works_on_the_rows_that_it_was_given(subtests: pytest.Subtests, s
 
 
 def test_submitted_calls_keep_their_rows_and_writers_wait_for_them(
-    subtests: pytest.Subtests, reused: Any, tmp_path: Path
+    subtests: pytest.Subtests, rt: Any, gate: Gate
 ) -> None:
     """What gives ``Data`` other memory need not wait; what writes to the memory that is read must."""
-    rt, gate = reused(2), Gate(tmp_path)
 
     def read(x: np.ndarray) -> float:
         gate.wait()
@@ -423,9 +416,9 @@ def test_submitted_calls_keep_their_rows_and_writers_wait_for_them(
             assert [each.sum() for each in kept] == [-24.0] * 3
 
 
-def test_no_call_sees_a_mixture_while_another_thread_replaces_the_rows(shared_runtimes: Any) -> None:
+def test_no_call_sees_a_mixture_while_another_thread_replaces_the_rows(rt: Any) -> None:
     """Each value has as many rows as its elements say. The other thread makes them longer, shorter and as long."""
-    rt, rng = shared_runtimes[2], np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     f = rt.function(lambda x: (len(x), x.min(), x.max()), outputs=("sum", "min", "max"))
     d = rt.data(np.full(500, 500), oversize=2.0)
 
@@ -446,9 +439,8 @@ def test_no_call_sees_a_mixture_while_another_thread_replaces_the_rows(shared_ru
     assert f(d) == (7, 7, 7), "neither thread is left with memory that was given back"
 
 
-def test_memory_is_not_reclaimed_under_a_call_that_another_thread_submits(shared_runtimes: Any) -> None:
+def test_memory_is_not_reclaimed_under_a_call_that_another_thread_submits(rt: Any) -> None:
     """Whether a call is in flight is asked when no other thread can submit one any more."""
-    rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
 
     def take() -> None:

@@ -161,8 +161,7 @@ def test_exceptions_that_are_kept_hold_no_buffers(runtime: Fork) -> None:
     assert len(kept) == 3
 
 
-def test_workers_keep_no_outputs_of_a_call_that_failed(reused: Fork) -> None:
-    rt = reused(2)
+def test_workers_keep_no_outputs_of_a_call_that_failed(rt: Any) -> None:
     f = rt.function(lambda x: np.full((1 << 22) + int(x[0]), 1.0), outputs="sum")  # 32 MB, and one element more
     memory = rt.function(saboteurs.anonymous_kb, outputs=None)
     x = np.arange(2.0)
@@ -234,8 +233,7 @@ def test_closed_over_shards_are_rows_to_divide(subtests: Any, shared_runtimes: A
         assert [output.verdict for output in f.verify(2.0).outputs] == ["equal"] * 6
 
 
-def test_the_weights_follow_the_lengths_from_call_to_call(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_the_weights_follow_the_lengths_from_call_to_call(rt: Any) -> None:
     s = rt.shared(np.arange(4.0), sharded=True)
     mean = rt.function(lambda: s.value.mean())
     halve = rt.function(lambda x: setattr(s, "value", x[: 1 + synk.comm.rank]))
@@ -285,9 +283,8 @@ def test_variables_that_are_divided_unlike_give_no_average(where: Any, shared_ru
     np.testing.assert_array_equal(t.value, 2 * np.arange(5.0))
 
 
-def test_variables_without_rows_and_such_that_come_later(reused: Callable[..., Any]) -> None:
+def test_variables_without_rows_and_such_that_come_later(rt: Any) -> None:
     """Functions that are sent together are not mixed up; a global that becomes a variable later counts."""
-    rt = reused(2)
     s = rt.shared(np.empty(0), sharded=True, name="s")
 
     def fill() -> None:

@@ -212,9 +212,8 @@ def total(x: Any) -> Any:
     return np.asarray(x).sum()
 
 
-def test_a_list_of_arrays_is_refused_where_rows_are_divided(shared_runtimes: Any, subtests: Any) -> None:
+def test_a_list_of_arrays_is_refused_where_rows_are_divided(rt: Any, subtests: Any) -> None:
     """By each verb, at its place, with what to write instead. Data has no structure at all."""
-    rt = shared_runtimes[2]
     f = rt.function(total, outputs="sum")
     for (kind, value), verb, place in combinations(40, OF_ARRAYS.items(), (*VERBS, "Data"), ("x", "x['a']")):
         of, library = ("tensors", "torch") if "tensors" in kind else ("arrays", "np")
@@ -234,8 +233,7 @@ def test_a_list_of_arrays_is_refused_where_rows_are_divided(shared_runtimes: Any
         model([T, T])
 
 
-def test_lists_that_are_not_divided_stay_what_they_are(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_lists_that_are_not_divided_stay_what_they_are(rt: Any) -> None:
     pair = [X, X + 1]
 
     def spread(parts: list[Any]) -> Any:
@@ -357,8 +355,7 @@ def test_ints_beside_integers_of_numpy(shared_runtimes: Any, subtests: Any) -> N
                 f(rows, 2**70 // num_slices, num_slices=num_slices)
 
 
-def test_other_mixtures_are_told_and_verify_compares_exactly(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_other_mixtures_are_told_and_verify_compares_exactly(rt: Any) -> None:
     f = rt.function(named("f", lambda x: 1 if x[0] == 0 else 0.5), outputs="sum")
     with pytest.raises(synk.errors.CollectiveMismatch, match=r"rank 0: int \(\); rank 1: float64 \(\)"):
         f(np.arange(2.0))

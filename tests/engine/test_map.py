@@ -68,13 +68,6 @@ def taken(results: Iterator[Any], error: type[BaseException], match: str | None 
     return got, caught.value
 
 
-@pytest.fixture
-def rt(shared_runtimes: Any) -> synk.Runtime:
-    """Maps over nodes are those of ``cluster/test_nodes_map.py``, and of the table below."""
-    runtime: synk.Runtime = shared_runtimes[2]
-    return runtime
-
-
 with_two_workers = pytest.mark.parametrize("kind", [2, "1+1"])
 """On one machine, or on two nodes."""
 
@@ -287,9 +280,8 @@ def test_calls_between_the_results(rt: Any) -> None:
     np.testing.assert_array_equal(w.value, np.full(2, 55.0))
 
 
-def test_a_call_after_a_long_break_between_results(reused: Any) -> None:
+def test_a_call_after_a_long_break_between_results(rt: Any) -> None:
     """Items that were answered in time are not late because nobody has looked."""
-    rt = reused(2)
     assert_right(rt)  # the workers have started
     rt.timeout = 1.0
     try:
@@ -460,8 +452,7 @@ def test_bad_input(subtests: pytest.Subtests, rt: Any) -> None:
 
 
 @pytest.mark.parametrize("is_noticed_by_another_call", [False, True])
-def test_a_worker_that_dies(reused: Any, gate: Gate, is_noticed_by_another_call: bool) -> None:
-    rt = reused(2)
+def test_a_worker_that_dies(rt: Any, gate: Gate, is_noticed_by_another_call: bool) -> None:
     with replaced_workers(rt, [1]) as before:
         results = rt.map(stay_from(2, gate), range(12), batch_size=1)
         assert next(results) == 0
@@ -472,8 +463,7 @@ def test_a_worker_that_dies(reused: Any, gate: Gate, is_noticed_by_another_call:
     assert list(rt.map(square, range(5))) == [0, 1, 4, 9, 16]
 
 
-def test_a_worker_that_dies_while_it_has_no_items(reused: Any) -> None:
-    rt = reused(2)
+def test_a_worker_that_dies_while_it_has_no_items(rt: Any) -> None:
     with replaced_workers(rt, [0]) as before, pytest.warns(RuntimeWarning, match="rank 0 .* started again"):
         results = rt.map(square, range(20), batch_size=1)
         assert next(results) == 0

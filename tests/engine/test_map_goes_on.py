@@ -273,7 +273,7 @@ def test_items_that_take_long_are_left_to_the_next_chunk(subtests: pytest.Subtes
             list(rt.map(slow, range(31)))
 
 
-def test_nothing_is_kept_after_a_map(shared_runtimes: Any) -> None:
+def test_nothing_is_kept_after_a_map(rt: Any) -> None:
     class Held:
         array = np.ones(1 << 18)
 
@@ -282,7 +282,6 @@ def test_nothing_is_kept_after_a_map(shared_runtimes: Any) -> None:
         assert list(rt.map(lambda n: held.array[n], range(3))) == [1.0] * 3
         return weakref.ref(held)
 
-    rt = shared_runtimes[2]
     gone = mapped()
     assert list(rt.map(lambda n: n, [1])) == [1]
     gc.collect()

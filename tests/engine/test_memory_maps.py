@@ -73,8 +73,7 @@ def test_what_lies_in_a_file_is_mapped(subtests: Any, shared_runtimes: Any, path
     np.testing.assert_allclose(result, plain @ plain.T[:, :2])
 
 
-def test_records_in_raw_files(shared_runtimes: Any, tmp_path: Path) -> None:
-    rt = shared_runtimes[2]
+def test_records_in_raw_files(rt: Any, tmp_path: Path) -> None:
     dtype = np.dtype([("a", "i4"), ("b", "f8"), ("c", "i4")])
     raw = np.memmap(tmp_path / "raw", dtype, "w+", offset=16, shape=300_000)
     raw["a"], raw["b"] = np.arange(300_000), 0.5
@@ -83,9 +82,9 @@ def test_records_in_raw_files(shared_runtimes: Any, tmp_path: Path) -> None:
     assert nbytes == 0
 
 
-def test_what_is_written_is_seen_by_calls_that_come_later(shared_runtimes: Any, path: Path) -> None:
+def test_what_is_written_is_seen_by_calls_that_come_later(rt: Any, path: Path) -> None:
     """And not by those that were submitted before."""
-    rt, x = shared_runtimes[2], np.load(path, mmap_mode="r+")
+    x = np.load(path, mmap_mode="r+")
     read_only = np.load(path, mmap_mode="r")
     total = rt.function(lambda x: x.sum(), outputs="sum")
     pending = []
@@ -97,9 +96,9 @@ def test_what_is_written_is_seen_by_calls_that_come_later(shared_runtimes: Any, 
     assert [call.result() for call in pending] == [x.size, 2.0 * x.size, 3.0 * x.size]
 
 
-def test_a_function_that_writes_changes_no_file(shared_runtimes: Any, path: Path) -> None:
+def test_a_function_that_writes_changes_no_file(rt: Any, path: Path) -> None:
     pytest.importorskip("torch")
-    rt, x, plain = shared_runtimes[2], np.load(path, mmap_mode="r+"), np.load(path)
+    x, plain = np.load(path, mmap_mode="r+"), np.load(path)
 
     def spoil(x: Any) -> Any:
         x *= 0
@@ -125,9 +124,9 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def test_a_name_that_means_another_file(subtests: Any, shared_runtimes: Any, path: Path) -> None:
+def test_a_name_that_means_another_file(subtests: Any, rt: Any, path: Path) -> None:
     """The workers get a copy, whether they have mapped the file before or not."""
-    rt, plain = shared_runtimes[2], np.load(path)
+    plain = np.load(path)
     for (name, change), is_known in itertools.product(CHANGES.items(), (False, True)):
         with subtests.test(change=name, is_known=is_known):
             path.unlink(missing_ok=True)
@@ -152,8 +151,8 @@ def test_a_file_that_was_cut(shared_runtimes: Any, path: Path, where: Any) -> No
     np.testing.assert_array_equal(copy(np.arange(4.0)), np.arange(4.0))
 
 
-def test_a_file_that_is_cut_during_a_call(shared_runtimes: Any, path: Path) -> None:
-    rt, x = shared_runtimes[2], np.load(path, mmap_mode="r")
+def test_a_file_that_is_cut_during_a_call(rt: Any, path: Path) -> None:
+    x = np.load(path, mmap_mode="r")
 
     def cut(x: np.ndarray, path: str) -> Any:
         if path and synk.comm.rank == 1:  # the other's death would end it while it reads, or not

@@ -378,8 +378,7 @@ def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, subtests: 
     assert functions[2].verify(2.0, {"x": x, "pair": Pair(x, None)}, extra=(y, x), batch=[3, 3, -1, 0])
 
 
-def test_buffers_that_are_used_again_and_shared_by_two_places(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_buffers_that_are_used_again_and_shared_by_two_places(rt: Any) -> None:
     f = rt.function(
         lambda p, fields: (fields["x"] + fields["same"] + p["w"], fields["n"], p["w"] is p["again"]),
         bcast_inputs="p",

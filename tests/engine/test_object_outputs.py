@@ -198,7 +198,7 @@ LISTS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, subtests: Any) -> None:
+def test_lists_are_joined_in_the_order_of_the_rows(rt: Any, shared_runtimes: Any, subtests: Any) -> None:
     """The oracle is the serial list."""
     for where, fn in combinations(12, (1, 2, 3, 0), LISTS):
         f = shared_runtimes[where].function(fn, outputs="gather")
@@ -208,7 +208,6 @@ def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, subtest
             assert told(f(X, num_slices=2)) == told(f.submit(X).result()) == told(fn(X))
             assert told(f(X, batch=[5, 0, 3])) == told(fn(X[[5, 0, 3]]))
             assert f.verify(X)
-    rt = shared_runtimes[2]
     beside = rt.function(
         lambda x: ([str(v) for v in x], x.sum(), [x * 2, x * 3]), outputs=("gather", "sum", ["gather"] * 2)
     )
@@ -217,8 +216,7 @@ def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, subtest
     assert only(X, output_subset="a") == {"a": [str(v) for v in X]}
 
 
-def test_rows_of_sharded_variables_are_joined_in_the_order_of_the_batch(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_rows_of_sharded_variables_are_joined_in_the_order_of_the_batch(rt: Any) -> None:
     w = rt.shared(X, sharded=True)
     f = rt.function(lambda x: [str(v) for v in x], outputs="gather")
     for batch in (None, [6, 1, 4, 0]):
@@ -270,8 +268,7 @@ REFUSED: list[tuple[Callable[[Any], Any], Any, tuple[type[Exception], str]]] = [
 ]
 
 
-def test_what_is_refused_is_named(shared_runtimes: Any, subtests: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_is_refused_is_named(rt: Any, subtests: Any) -> None:
     for fn, outputs, (error, words) in REFUSED:
         with subtests.test(outputs=str(outputs), words=words), pytest.raises(error, match=words):
             rt.function(fn, outputs=outputs)(X)

@@ -148,9 +148,8 @@ def test_values_of_any_kind_reach_it(subtests: Any, shared_runtimes: Any) -> Non
                         value += 100
 
 
-def test_lists_tables_and_rows_of_variables_are_joined_for_it(subtests: Any, shared_runtimes: Any) -> None:
+def test_lists_tables_and_rows_of_variables_are_joined_for_it(subtests: Any, rt: Any) -> None:
     pandas = pytest.importorskip("pandas")
-    rt = shared_runtimes[2]
     ops = (Last(sorted), Last(lambda value: value.sort_index(ascending=False)))
     f = rt.function(lambda t: ([f"{each:02}" for each in t["a"]], t), outputs=ops)
     table = pandas.DataFrame({"a": [5, 3, 8, 1, 4, 4, 7]})
@@ -264,8 +263,7 @@ def test_what_it_raises_names_the_op_and_the_function_and_breaks_nothing(subtest
                 assert w.value == 0.0, "a call that failed has assigned nothing"
 
 
-def test_values_and_rows_that_do_not_fit(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_values_and_rows_that_do_not_fit(rt: Any) -> None:
     with pytest.raises(
         CollectiveMismatch, match=r"cannot gather the output of 'f': got rank 0: float64 \(2, 2\); rank"
     ):

@@ -88,9 +88,9 @@ def test_plain_records_after_a_recarray(shared_runtimes: Any, where: Any) -> Non
             assert type(call([k, k])) is type(records if k else plain)
 
 
-def test_arguments_that_look_alike_but_are_given_in_another_form(shared_runtimes: Any) -> None:
+def test_arguments_that_look_alike_but_are_given_in_another_form(rt: Any) -> None:
     """Calls find the plan of a call before: each of these must find its own."""
-    rt, x, y = shared_runtimes[2], np.arange(6.0), np.arange(6.0) + 10
+    x, y = np.arange(6.0), np.arange(6.0) + 10
     pair = rt.function(lambda a, b=1.0, **more: (a.sum(), type(b).__name__, sorted(more)), bcast_inputs=["b"],
                        outputs=("sum", "first", "first"))  # fmt: skip
     for _ in range(2):
@@ -143,8 +143,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any, rt: Any) -> None:
     f, known = make(rt), ({}, {"batch": 5}, {"batch": [1, 2, 3]}, {"batch": slice(1, 4)})
     for (args, wrong), options in combinations(len(WRONG), WRONG, known):
         with subtests.test(num_args=len(args), wrong=str(wrong), after=str(options)):
@@ -165,7 +164,7 @@ def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any
 # ----- what the function does
 
 
-def test_inputs_come_in_their_own_shape_though_the_function_gave_them_another_one(shared_runtimes: Any) -> None:
+def test_inputs_come_in_their_own_shape_though_the_function_gave_them_another_one(rt: Any) -> None:
     def reshape(w: np.ndarray, x: np.ndarray) -> tuple[Any, Any]:
         shapes = w.shape, x.shape
         with warnings.catch_warnings():
@@ -173,7 +172,6 @@ def test_inputs_come_in_their_own_shape_though_the_function_gave_them_another_on
             w.shape, x.shape = (3, 1), (-1,)
         return x.sum(), float(shapes == ((3,), (4, 3)))
 
-    rt = shared_runtimes[2]
     f = rt.function(reshape, bcast_inputs="w", outputs=("sum", "min"))
     for w, x in ((W, X), (rt.data(W), rt.data(X))):
         assert [f(w, x) for _ in range(5)] == [(X.sum(), 1.0)] * 5

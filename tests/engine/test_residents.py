@@ -170,10 +170,9 @@ def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_run
     assert [is_alive(rows) for _ in range(8)][-1] == [False, False]
 
 
-def test_a_module_and_its_optimizer_stay_one_pair(shared_runtimes: Any, tmp_path: Path) -> None:
+def test_a_module_and_its_optimizer_stay_one_pair(rt: Any, tmp_path: Path) -> None:
     """By ``state_dict``, where a rank had no rows and through a file. The oracle is torch alone."""
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
 
     def make() -> tuple[Any, Any]:
         torch.manual_seed(1)
@@ -208,8 +207,7 @@ def test_a_module_and_its_optimizer_stay_one_pair(shared_runtimes: Any, tmp_path
 # ----- calls that fail
 
 
-def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_a_submitted_step_is_not_begun_after_one_that_failed(rt: Any) -> None:
     log, other = rt.resident(Log()), rt.resident(Log())
 
     def fail(x: np.ndarray) -> float:
@@ -275,9 +273,8 @@ def test_a_time_limit_leaves_all_ranks_alike_and_tears_no_shielded_section(reuse
     assert first in ([4.0, 1.0, 2.0, 4.0], [4.0, 4.0])  # the latter where the ranks did not begin in time
 
 
-def test_a_submitted_step_that_is_interrupted_while_nobody_waits(reused: Reused, tmp_path: Path) -> None:
+def test_a_submitted_step_that_is_interrupted_while_nobody_waits(rt: Any, gate: Gate) -> None:
     """Rank 0 was through it, and rank 1 in the midst of it."""
-    rt, gate = reused(2), Gate(tmp_path)
     log = rt.resident(Log())
 
     def step(x: np.ndarray) -> float:
@@ -372,8 +369,7 @@ def test_a_step_counts_once_wherever_a_worker_dies(subtests: pytest.Subtests, re
             assert logs(rt, log) == [[4.0, 8.0, 12.0]] * 2
 
 
-def test_a_worker_that_dies_while_idle_catches_up_and_a_restart_keeps_the_state(reused: Reused) -> None:
-    rt = reused(2)
+def test_a_worker_that_dies_while_idle_catches_up_and_a_restart_keeps_the_state(rt: Any) -> None:
     log, unchanged, expected = rt.resident(Log()), rt.resident([1], name="unchanged"), [4.0]
     step, passed = make_step(rt, log), make_passed_step(rt, log)
     step(np.ones(4))
@@ -389,8 +385,7 @@ def test_a_worker_that_dies_while_idle_catches_up_and_a_restart_keeps_the_state(
     assert logs(rt, log) == [[*expected, 2.0]] * 2
 
 
-def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Reused, tmp_path: Path) -> None:
-    rt = reused(2)
+def test_where_no_rank_has_the_state_it_is_lost_and_said_so(rt: Any, tmp_path: Path) -> None:
     log = rt.resident(Log(), name="log", dump=dump_log, load=load_log)
     unchanged = rt.resident([1, 2], name="unchanged")
     step, passed = make_step(rt, log), make_passed_step(rt, log)
@@ -410,11 +405,10 @@ def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Reused, tmp_
     assert logs(rt, log) == [[]] * 2
 
 
-def test_no_older_state_takes_the_place_of_one_that_is_lost(reused: Reused) -> None:
+def test_no_older_state_takes_the_place_of_one_that_is_lost(rt: Any) -> None:
     """It would undo calls that were said to have ended well: neither that of a rank without rows, nor what a restart
     kept that broke off when it came to the next object.
     """
-    rt = reused(2)
     log, other = rt.resident(Log(), name="log"), rt.resident(Log(), name="other")
     step, first = make_step(rt, log), pids(rt)[0]
     spoil = rt.function(lambda x: setattr(other.value, "lock", threading.Lock()), outputs=None, updates=[other])
@@ -435,8 +429,7 @@ def test_no_older_state_takes_the_place_of_one_that_is_lost(reused: Reused) -> N
         each.set(Log())
 
 
-def test_a_rank_that_lagged_behind_has_the_state_after_any_other_call(reused: Reused) -> None:
-    rt = reused(2)
+def test_a_rank_that_lagged_behind_has_the_state_after_any_other_call(rt: Any) -> None:
     log, total = rt.resident(Log()), rt.function(lambda x: x.sum(), outputs="sum")
     make_step(rt, log)(np.ones(1))  # rank 1 has no rows
     for victim in (0, 1):
@@ -450,10 +443,8 @@ def test_a_rank_that_lagged_behind_has_the_state_after_any_other_call(reused: Re
 # ----- wrong uses
 
 
-def test_wrong_uses_are_refused_before_anything_is_sent(
-    subtests: pytest.Subtests, shared_runtimes: Any, runtime: Any
-) -> None:
-    rt, other = shared_runtimes[2], runtime(1)
+def test_wrong_uses_are_refused_before_anything_is_sent(subtests: pytest.Subtests, rt: Any, runtime: Any) -> None:
+    other = runtime(1)
     log, foreign, x = rt.resident(Log(), name="log"), other.resident(Log(), name="foreign"), np.ones(4)
     step, passed = make_step(rt, log), make_passed_step(rt, log)
     scattered = rt.function(lambda x, log: 0.0)
@@ -520,8 +511,7 @@ def test_a_state_goes_into_a_file_and_back_on_any_workers(shared_runtimes: Any, 
         assert file["0"].tolist() == [10.0]
 
 
-def test_what_does_not_load_without_running_code_is_refused(shared_runtimes: Any, tmp_path: Path) -> None:
-    rt = shared_runtimes[2]
+def test_what_does_not_load_without_running_code_is_refused(rt: Any, tmp_path: Path) -> None:
     plain = rt.resident(Log())
     for use in (plain.save, plain.load):
         with pytest.raises(TypeError, match="got an object without dump and load, expected one with them"):

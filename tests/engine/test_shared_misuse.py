@@ -121,8 +121,7 @@ def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_
         pair.value = {"x": np.zeros((2, 3)), "y": np.zeros(4)}
 
 
-def test_what_cannot_be_shared(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_cannot_be_shared(rt: Any) -> None:
     cases: list[tuple[Any, bool, type[Exception], str]] = [
         (None, False, ValueError, "without arrays"),
         ({}, False, ValueError, "without arrays"),
@@ -138,9 +137,8 @@ def test_what_cannot_be_shared(shared_runtimes: Any) -> None:
     assert_same(from_all_ranks(rt, rt.shared(1.0)), [np.asarray(1.0)] * 2)
 
 
-def test_a_value_of_a_class_that_no_worker_can_import_ends_the_call_and_no_worker(shared_runtimes: Any) -> None:
+def test_a_value_of_a_class_that_no_worker_can_import_ends_the_call_and_no_worker(rt: Any) -> None:
     """A named tuple of a module that is made while the program runs."""
-    rt = shared_runtimes[2]
     module = types.ModuleType("made_while_the_program_runs")
     module.Point = namedtuple("Point", "a b", module=module.__name__)  # type: ignore[attr-defined, misc]
     sys.modules[module.__name__] = module
@@ -158,8 +156,7 @@ def test_a_value_of_a_class_that_no_worker_can_import_ends_the_call_and_no_worke
 # ----- uses in the wrong place
 
 
-def test_a_variable_is_passed_or_closed_over_and_nothing_else(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_a_variable_is_passed_or_closed_over_and_nothing_else(rt: Any) -> None:
     w = rt.shared(np.ones(2), name="w")
     for carry in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="'w'"):
@@ -175,8 +172,8 @@ def test_a_variable_is_passed_or_closed_over_and_nothing_else(shared_runtimes: A
     assert_same(everywhere(rt, w), [np.ones(2)] * 2)
 
 
-def test_a_variable_of_another_runtime_or_of_a_closed_one_is_named(shared_runtimes: Any, runtime: Any) -> None:
-    rt, other = shared_runtimes[2], runtime(1)
+def test_a_variable_of_another_runtime_or_of_a_closed_one_is_named(rt: Any, runtime: Any) -> None:
+    other = runtime(1)
     w, x = other.shared(np.ones(2), name="stranger"), other.shared(np.arange(3), sharded=True, name="x")
     f = rt.function(lambda x: w.value.sum() * x.sum())
     uses: list[Callable[[], Any]] = [
@@ -224,8 +221,8 @@ INTO_CONTAINERS: list[Callable[[Any], Any]] = [
 ]
 
 
-def test_what_the_program_read_is_read_only_and_says_to_assign(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    rt, values = shared_runtimes[2], np.arange(3.0)[::-1]
+def test_what_the_program_read_is_read_only_and_says_to_assign(subtests: pytest.Subtests, rt: Any) -> None:
+    values = np.arange(3.0)[::-1]
     w, x, nest = rt.shared(values), rt.shared(values, sharded=True), rt.shared(params())
     for number, change in enumerate(INTO_ARRAYS):
         for variable in (w, x):
@@ -248,9 +245,8 @@ def test_what_the_program_read_is_read_only_and_says_to_assign(subtests: pytest.
     assert_same([w.value, x.value, nest.value], [values, values, params()])
 
 
-def test_augmented_assignment_assigns(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+def test_augmented_assignment_assigns(subtests: pytest.Subtests, rt: Any) -> None:
     """With NumPy's rules for the dtype, on every rank. Oracle: the same statement with an array."""
-    rt = shared_runtimes[2]
     values = (np.float64(3), np.arange(4.0).reshape(2, 2), np.arange(4).reshape(2, 2))
     names = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
     for name, value in combinations(24, names, values):
@@ -270,8 +266,8 @@ def test_augmented_assignment_assigns(subtests: pytest.Subtests, shared_runtimes
     assert_same(nest[1], {"a": np.zeros(2), "b": np.full(1, 7.0)})
 
 
-def test_what_was_read_works_as_an_array_and_copies_may_be_changed(shared_runtimes: Any) -> None:
-    rt, value = shared_runtimes[2], np.arange(3.0)
+def test_what_was_read_works_as_an_array_and_copies_may_be_changed(rt: Any) -> None:
+    value = np.arange(3.0)
     w, nest = rt.shared(value), rt.shared(params())
     copies: list[Callable[[Any], Any]] = [
         np.array, copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v)), lambda v: v.astype(float),
@@ -316,8 +312,7 @@ def test_a_change_in_place_in_a_function_is_an_error(subtests: pytest.Subtests, 
             assert_same(w.value, params())
 
 
-def test_what_a_function_read_and_changed_it_may_assign(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_a_function_read_and_changed_it_may_assign(rt: Any) -> None:
     w = rt.shared({"a": np.zeros(2), "b": np.ones(1)})
 
     def step(x: np.ndarray) -> float:

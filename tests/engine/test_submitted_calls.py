@@ -106,9 +106,9 @@ def test_threads_call_submit_and_wait_for_their_own(shared_runtimes: Any) -> Non
 # ----- what may be in flight, and what waits
 
 
-def test_submit_does_not_wait_until_three_are_in_flight(reused: Any, gate: Gate) -> None:
+def test_submit_does_not_wait_until_three_are_in_flight(rt: Any, gate: Gate) -> None:
     """Arrays are copied, and a rank goes on while another is behind."""
-    rt, array = reused(2), np.ones(4)
+    array = np.ones(4)
 
     def work(x: Any, number: Any) -> Any:
         if synk.comm.rank == 0:
@@ -128,8 +128,7 @@ def test_submit_does_not_wait_until_three_are_in_flight(reused: Any, gate: Gate)
     assert [call.result() for call in pending] == [0.0, 4.0, 8.0, 12.0]
 
 
-def test_everything_else_begins_when_no_call_is_in_flight(subtests: pytest.Subtests, reused: Any, gate: Gate) -> None:
-    rt = reused(2)
+def test_everything_else_begins_when_no_call_is_in_flight(subtests: pytest.Subtests, rt: Any, gate: Gate) -> None:
     total, w, x = waiting(rt, gate), rt.shared(np.ones(2)), np.ones(4)
     operations = {
         "a call": lambda: total(x),
@@ -164,9 +163,8 @@ def test_waiting_has_a_limit_and_the_call_goes_on(reused: Any, gate: Gate) -> No
 # ----- what goes wrong
 
 
-def test_a_failing_call_does_not_stop_those_behind_it(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_call_does_not_stop_those_behind_it(rt: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What it raised is told as often as one likes, and logged where nobody asks for it."""
-    rt = reused(2)
 
     def work(x: Any) -> Any:
         if 2.0 in x:
@@ -196,8 +194,7 @@ def test_a_failing_call_does_not_stop_those_behind_it(reused: Any, caplog: pytes
     assert ["work" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_wrong_input_is_refused_at_once_and_disturbs_nobody(reused: Any) -> None:
-    rt = reused(2)
+def test_wrong_input_is_refused_at_once_and_disturbs_nobody(rt: Any) -> None:
     f = rt.function(lambda x, y: (x * y).sum(), outputs="sum")
     pending = [f.submit(np.ones(4), np.ones(4)) for _ in range(2)]
     with pytest.raises(ValueError, match="5"):

@@ -309,8 +309,8 @@ def test_long_columns_of_objects(shared_runtimes: Any) -> None:
     assert_same(f(table, batch=table["float"] > 0.5), table.filter(table["float"] > 0.5))
 
 
-def test_in_a_nesting_and_beside_other_inputs(shared_runtimes: Any, subtests: Any) -> None:
-    rt, frame, csr = shared_runtimes[2], with_index(indexes()["days"]), matrix(scipy.sparse.csr_matrix)
+def test_in_a_nesting_and_beside_other_inputs(rt: Any, subtests: Any) -> None:
+    frame, csr = with_index(indexes()["days"]), matrix(scipy.sparse.csr_matrix)
     other, weights, numbers = pl.DataFrame({"z": np.arange(N)}), pd.Series([1.0, 2.0], index=["p", "q"]), np.arange(N)
     sharded = rt.shared(numbers, sharded=True)
 
@@ -356,9 +356,9 @@ def test_repeated_calls_see_what_has_changed(shared_runtimes: Any, subtests: Any
                 assert_same(f(frame), lengths(frame))
 
 
-def test_what_travels_is_the_rows_of_the_call(shared_runtimes: Any) -> None:
+def test_what_travels_is_the_rows_of_the_call(rt: Any) -> None:
     """Through shared memory, and no others."""
-    rt, size = shared_runtimes[2], 100_000
+    size = 100_000
     f = rt.function(lambda d: d.shape[0], outputs="sum")
     numbers, texts = np.arange(1.0 * size), [f"text {k}" for k in range(size)]
     tables = {"a": numbers, "b": texts}
@@ -442,9 +442,8 @@ def test_numbers_are_reduced_and_labels_kept(shared_runtimes: Any, subtests: Any
         assert_frame_equal(totals(table, num_slices=num_slices), table.groupby("k").sum())
 
 
-def test_missing_values_stay_missing_and_dtypes_are_joined(shared_runtimes: Any, subtests: Any) -> None:
+def test_missing_values_stay_missing_and_dtypes_are_joined(rt: Any, subtests: Any) -> None:
     """As pandas and polars do it, where ranks return values of several dtypes."""
-    rt = shared_runtimes[2]
     series, table, big = pd.Series(np.arange(4)), pl.Series("a", [0, 1, 2, 3]), "Int64"
     for fn, op, argument, expected in (
         (lambda x: pd.Series([2, 3] if x[0] else [1, None], dtype=big), "sum", X, pd.Series([3, None], dtype=big)),
@@ -504,8 +503,8 @@ def refused_by(make: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
     return lambda d: make(d, 0 in d.index)
 
 
-def test_outputs_that_are_refused(shared_runtimes: Any, subtests: Any) -> None:
-    rt, frame = shared_runtimes[2], with_index(pd.RangeIndex(N))
+def test_outputs_that_are_refused(rt: Any, subtests: Any) -> None:
+    frame = with_index(pd.RangeIndex(N))
     for error, table in ((CollectiveMismatch, MISMATCHED), (TypeError, MEANINGLESS)):
         for make, op, words in table:
             with subtests.test(words=words), pytest.raises(error, match=words):

@@ -143,9 +143,9 @@ def test_bfloat16_rounds_as_torch_does() -> None:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_function_returns_is_what_comes_back(shared_runtimes: Any) -> None:
+def test_what_the_function_returns_is_what_comes_back(rt: Any) -> None:
     """Tensors as tensors, arrays as arrays, numbers as numbers."""
-    rt, x = shared_runtimes[2], torch.arange(5.0)
+    x = torch.arange(5.0)
 
     def f(x: Any) -> Any:
         return {
@@ -169,9 +169,8 @@ def test_what_the_function_returns_is_what_comes_back(shared_runtimes: Any) -> N
     assert_same(g(x, output_subset=["zero-dim", "number"]), {"zero-dim": x.sum(), "number": 5})
 
 
-def test_outputs_over_slices_are_tensors(shared_runtimes: Any) -> None:
+def test_outputs_over_slices_are_tensors(rt: Any) -> None:
     """Also for a callable op, which gets tensors; a function may fill its buffer again for the next slice."""
-    rt = shared_runtimes[2]
     x = torch.arange(12.0).reshape(6, 2)
     buffer: list[Any] = []
 
@@ -231,9 +230,8 @@ HOWS = ("", "", "", "keep", "drop", "write", "assign", "raise", "other")
 
 
 @pytest.mark.parametrize("seed", seeds(1, 8))
-def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, seed: int) -> None:
+def test_any_sequence_of_calls_equals_numpy(rt: Any, seed: int) -> None:
     """Tensors, arrays, Data, numbers, batches, submitted or not; functions write, keep, assign and return others."""
-    rt = shared_runtimes[2]
     rng = np.random.default_rng(seed)
     kept: list[Any] = []
     w = rt.shared(np.zeros(3))
@@ -285,9 +283,9 @@ def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, seed: int) -> 
 # -- structures, and functions that name no framework -----------------------------------------------------------------
 
 
-def test_broadcast_structures(shared_runtimes: Any, subtests: Any) -> None:
+def test_broadcast_structures(rt: Any, subtests: Any) -> None:
     """With the framework arrays in tuples, lists and dicts are tensors, too; what is written stays on the rank."""
-    rt, array = shared_runtimes[2], np.arange(3.0)
+    array = np.arange(3.0)
 
     def write(w: Any, x: Any) -> Any:
         before = told(w)
@@ -310,8 +308,7 @@ def test_broadcast_structures(shared_runtimes: Any, subtests: Any) -> None:
     assert h(loop, X) == [2.0, 2.0], "a structure may hold itself"
 
 
-def test_the_bytes_of_broadcast_tensors_are_not_pickled(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_the_bytes_of_broadcast_tensors_are_not_pickled(rt: Any) -> None:
     model = torch.nn.Linear(300, 300)
     f = rt.function(
         lambda m, w, x: m(x + w["w"].float()).detach(), bcast_inputs=("m", "w"), outputs="gather", framework="torch"
@@ -323,8 +320,7 @@ def test_the_bytes_of_broadcast_tensors_are_not_pickled(shared_runtimes: Any) ->
     torch.testing.assert_close(result, model(x + 1).detach())
 
 
-def test_without_the_framework_rows_are_arrays(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_without_the_framework_rows_are_arrays(rt: Any) -> None:
     f = rt.function(named("f", lambda x: (x, type(x).__name__)), outputs=("gather", None))
     assert_same(f(torch.arange(3)), (np.arange(3), ["ndarray"] * 2))
     with pytest.raises(

@@ -87,8 +87,7 @@ STEPS: dict[str, tuple[str, int, str | None, Any, Any]] = {
 }
 
 
-def test_A2_A3_A5_sigkill_at_each_step_of_a_call(reused: Fork, subtests: pytest.Subtests) -> None:
-    rt = reused(2)
+def test_A2_A3_A5_sigkill_at_each_step_of_a_call(rt: Any, subtests: pytest.Subtests) -> None:
     for number, (row, (step, nth, op, fn, expected)) in enumerate(STEPS.items()):
         rank = number % 2
         f = rt.function(fn, outputs=op)
@@ -127,8 +126,7 @@ def hold_a_lock_and_die() -> None:
     saboteurs.kill_self()
 
 
-def test_A2_A4_A8_A9_the_function_ends_its_worker(reused: Fork, subtests: pytest.Subtests) -> None:
-    rt = reused(2)
+def test_A2_A4_A8_A9_the_function_ends_its_worker(rt: Any, subtests: pytest.Subtests) -> None:
     for number, (way, (end, how)) in enumerate({**saboteurs.DEATHS, "lock": (hold_a_lock_and_die, "SIGKILL")}.items()):
 
         def leave(x: np.ndarray, rank: int = number % 2, end: Callable[[], object] = end) -> float:
@@ -191,8 +189,7 @@ def test_A10_the_out_of_memory_killer_takes_a_worker_before_the_master(shared_ru
     assert min(scores) > oom_score()
 
 
-def test_A11_frozen_worker_ends_by_timeout(reused: Fork) -> None:
-    rt = reused(2)
+def test_A11_frozen_worker_ends_by_timeout(rt: Any) -> None:
 
     def freeze(x: np.ndarray) -> None:
         if synk.comm.rank:
@@ -215,8 +212,7 @@ def test_A15_grandchildren_go_with_their_worker(runtime: Fork) -> None:
     assert wait_for(lambda: is_gone(sleepers[1]))
 
 
-def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(reused: Fork) -> None:
-    rt = reused(2)
+def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(rt: Any) -> None:
     with same_workers(rt):
         assert rt.function(lambda row: saboteurs.hold_the_gil(1) or 1, outputs="sum")(np.arange(2)) == 2
 
@@ -265,8 +261,7 @@ def test_A16_dies_again_on_every_respawn(runtime: Fork) -> None:
     assert isinstance(closed.value.__cause__, WorkerDied)
 
 
-def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(reused: Fork) -> None:
-    rt = reused(2)
+def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(rt: Any) -> None:
     f = total(rt)
     before = pids(rt)
 
@@ -329,10 +324,9 @@ def test_A19_children_of_the_master_are_reaped_by_others() -> None:
 
 
 def test_only_what_was_written_in_a_call_is_quoted(
-    reused: Fork, subtests: pytest.Subtests, capfd: pytest.CaptureFixture[str]
+    rt: Any, subtests: pytest.Subtests, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of what the dead have said: not what they said in earlier calls, nor the beginning of a line that is older."""
-    rt = reused(2)
 
     def speak(text: str, is_end: bool) -> None:
         if synk.comm.rank == 0:

@@ -56,8 +56,7 @@ class Frozen(Exception):
         return Frozen, (self.code,)
 
 
-def test_B1_a_frozen_class_is_raised_as_it_is(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_B1_a_frozen_class_is_raised_as_it_is(rt: Any) -> None:
     with same_workers(rt):
         try:
             raiser(rt, {0: lambda: Frozen(7), 1: lambda: Frozen(7)})(RANKS[:2])
@@ -67,8 +66,7 @@ def test_B1_a_frozen_class_is_raised_as_it_is(shared_runtimes: Any) -> None:
             assert "likewise on 1 more" in str(error.__cause__)
 
 
-def test_B1_an_exception_keeps_its_attributes_and_its_causes(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_B1_an_exception_keeps_its_attributes_and_its_causes(rt: Any) -> None:
 
     def chain(row: np.ndarray) -> None:
         try:
@@ -147,9 +145,8 @@ DESCRIBED: dict[str, Callable[[], BaseException]] = {
 }
 
 
-def test_B4_B5_B6_B7_B8_what_cannot_travel_is_described(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+def test_B4_B5_B6_B7_B8_what_cannot_travel_is_described(rt: Any, subtests: pytest.Subtests) -> None:
     """Loading happens in the worker first: what cannot be loaded there never reaches the master, nor ends it."""
-    rt = shared_runtimes[2]
     for row, make in DESCRIBED.items():
         with subtests.test(row), same_workers(rt):
             with pytest.raises(RemoteError) as caught:
@@ -163,8 +160,7 @@ def test_B4_B5_B6_B7_B8_what_cannot_travel_is_described(shared_runtimes: Any, su
                 assert any("cannot be pickled and loaded again: " in note for note in caught.value.__notes__)
 
 
-def test_B7_an_exception_that_takes_its_worker_along(reused: Fork, subtests: pytest.Subtests) -> None:
-    rt = reused(2)
+def test_B7_an_exception_that_takes_its_worker_along(rt: Any, subtests: pytest.Subtests) -> None:
     for stage, act in (
         ("pickle", saboteurs.segfault),
         ("load", saboteurs.segfault),
@@ -177,8 +173,7 @@ def test_B7_an_exception_that_takes_its_worker_along(reused: Fork, subtests: pyt
             assert_right(rt)
 
 
-def test_B9_recursion_and_memory_errors_keep_their_type(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_B9_recursion_and_memory_errors_keep_their_type(rt: Any) -> None:
 
     def recurse(x: Any) -> Any:
         return recurse(x)
@@ -208,9 +203,8 @@ def test_B10_a_class_of_the_main_program_is_caught_by_its_own_name() -> None:
     """).check("True mine\nTrue mine\n")
 
 
-def test_B11_a_traceback_pins_nothing(shared_runtimes: Any) -> None:
+def test_B11_a_traceback_pins_nothing(rt: Any) -> None:
     """Neither the worker's frames nor the master's arguments outlive the exception."""
-    rt = shared_runtimes[2]
 
     def fail(row: np.ndarray) -> None:
         big = np.ones(1 << 20)

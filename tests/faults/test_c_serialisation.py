@@ -38,11 +38,8 @@ def unpicklable(tmp_path: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def test_C1_function_that_cannot_be_pickled(
-    shared_runtimes: Any, unpicklable: dict[str, Any], subtests: pytest.Subtests
-) -> None:
+def test_C1_function_that_cannot_be_pickled(rt: Any, unpicklable: dict[str, Any], subtests: pytest.Subtests) -> None:
     """What it holds is named; it does not poison the functions before and after it."""
-    rt = shared_runtimes[2]
     good = rt.function(lambda x: x.sum(), outputs="sum")
     for kind, my_captive in {**unpicklable, "nest": saboteurs.deep(TOO_DEEP)}.items():
 
@@ -76,8 +73,7 @@ def master_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["master_only"]
 
 
-def test_C2_function_that_workers_cannot_load(shared_runtimes: Any, master_only: Any) -> None:
-    rt = shared_runtimes[2]
+def test_C2_function_that_workers_cannot_load(rt: Any, master_only: Any) -> None:
     pids(rt)
     with same_workers(rt):
         lost = None
@@ -97,8 +93,7 @@ HOSTILE_LOADS = {
 }
 
 
-def test_C3_argument_or_function_whose_loading_fails(reused: Fork, subtests: pytest.Subtests) -> None:
-    rt = reused(2)
+def test_C3_argument_or_function_whose_loading_fails(rt: Any, subtests: pytest.Subtests) -> None:
     take = rt.function(lambda thing, x: x.sum(), bcast_inputs="thing", outputs="sum")
     for how, (action, expected) in HOSTILE_LOADS.items():
         hostile = saboteurs.AtLoad(action, spared_pid=os.getpid())
@@ -154,8 +149,7 @@ def test_C5_C6_result_that_cannot_be_sent_or_loaded(shared_runtimes: Any, subtes
 
 
 @pytest.mark.high_memory
-def test_C7_payload_of_more_than_2_gib(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_C7_payload_of_more_than_2_gib(rt: Any) -> None:
     blob = bytes((1 << 31) + 5)
     length = rt.function(lambda blob, x: len(blob), bcast_inputs="blob", outputs="max")
     with same_workers(rt):

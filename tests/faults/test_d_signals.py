@@ -45,12 +45,11 @@ Fork = Callable[..., Any]
 Count = Callable[[int], int]
 
 
-def test_D1_ctrl_c_in_a_call(reused: Fork, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_D1_ctrl_c_in_a_call(rt: Any, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """It comes when the function runs and the program waits; the same workers answer, unless they do not hear it.
 
     The system may tell it to any thread.
     """
-    rt = reused(2)
 
     def loop(begun: str) -> None:
         say(begun)
@@ -94,9 +93,8 @@ def test_D1_ctrl_c_in_a_call(reused: Fork, tmp_path: Path, subtests: pytest.Subt
             assert (total(np.full(2, 3.0)) == 6.0).all(), "nothing of the old meeting is in the next"
 
 
-def test_D1_ctrl_c_in_code_of_the_users_in_the_program(reused: Fork, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_D1_ctrl_c_in_code_of_the_users_in_the_program(rt: Any, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """It is held back for a second at most where a hook does not return, or another thread has the runtime."""
-    rt = reused(2)
     begun: list[bool] = []  # no file: Ctrl-C may come before it is closed
 
     def stay(*_: object) -> Any:
@@ -536,12 +534,12 @@ def test_D10_workers_start_with_default_handlers_and_an_empty_mask() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Ctrl-C does not cancel the task before Python 3.11")
-def test_D1_ctrl_c_under_asyncio_run(reused: Fork) -> None:
+def test_D1_ctrl_c_under_asyncio_run(rt: Any) -> None:
     """It ends a call, though asyncio's handler would only cancel the task, which the blocked loop does not notice.
 
     What a coroutine does as it ends is not interrupted once more, and the loop has its handler back.
     """
-    rt, master, results = reused(2), os.getpid(), []
+    master, results = os.getpid(), []
 
     def press(x: np.ndarray) -> None:
         if x[0]:

@@ -83,8 +83,7 @@ def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: For
     np.testing.assert_array_equal(results["nested"], copies["nested"])
 
 
-def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, storm_count: Count) -> None:
-    rt = reused(2)
+def test_E16_forks_in_one_thread_and_calls_in_another(rt: Any, storm_count: Count) -> None:
 
     def body(k: np.ndarray, x: np.ndarray) -> Any:
         return np.full(SIZE, k), np.arange(k if x[0] else SIZE)
@@ -131,10 +130,7 @@ def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork
 # ----- Data
 
 
-def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(
-    reused: Fork, subtests: pytest.Subtests
-) -> None:
-    rt = reused(2)
+def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(rt: Any, subtests: pytest.Subtests) -> None:
     total = rt.function(lambda x: x.sum(), outputs="sum")
     drops: dict[str, Callable[[Any], object]] = {
         "del": lambda data: None,
@@ -179,8 +175,7 @@ def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
 # ----- children that a function forks
 
 
-def test_E1_a_child_that_a_function_has_forked_does_not_answer(reused: Fork) -> None:
-    rt = reused(2)
+def test_E1_a_child_that_a_function_has_forked_does_not_answer(rt: Any) -> None:
 
     def fork(x: np.ndarray) -> int:
         return os.fork() and os.getpid()
@@ -193,9 +188,8 @@ def test_E1_a_child_that_a_function_has_forked_does_not_answer(reused: Fork) -> 
             assert_right(rt)
 
 
-def test_E1_a_child_that_a_function_has_forked_is_no_rank(reused: Fork, tmp_path: Path) -> None:
+def test_E1_a_child_that_a_function_has_forked_is_no_rank(rt: Any, tmp_path: Path) -> None:
     """Its part in a collective, or in a message that its parent has asked for, would be taken for the parent's."""
-    rt = reused(2)
 
     def f(x: np.ndarray) -> Any:
         comm = synk.comm
@@ -262,8 +256,7 @@ def test_E1_a_child_that_a_function_has_forked_ends_as_a_program_does(
     assert_right(rt)
 
 
-def test_E1_a_child_that_an_item_has_forked_runs_no_other(reused: Fork, tmp_path: Path) -> None:
-    rt = reused(2)
+def test_E1_a_child_that_an_item_has_forked_runs_no_other(rt: Any, tmp_path: Path) -> None:
 
     def f(item: int) -> int:
         with open(tmp_path / "log", "a", encoding="utf-8") as file:

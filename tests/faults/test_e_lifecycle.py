@@ -140,9 +140,8 @@ def test_E4_threads_of_a_program_that_is_the_rank_itself_wait_for_each_other(sha
         refused(np.ones(2))
 
 
-def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes: Any) -> None:
+def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(rt: Any) -> None:
     """Finalizers take no lock and send no message."""
-    rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
     threshold = gc.get_threshold()
     with same_workers(rt):

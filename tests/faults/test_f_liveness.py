@@ -40,9 +40,8 @@ def test_F1_any_positive_number_is_a_time_limit(shared_runtimes: Any) -> None:
             total(x, timeout=limit)
 
 
-def test_F1_F2_a_loop_ends_by_its_time_limit(reused: Fork, subtests: pytest.Subtests) -> None:
+def test_F1_F2_a_loop_ends_by_its_time_limit(rt: Any, subtests: pytest.Subtests) -> None:
     """SIGINT is enough for Python's code; who does not hear it, or catches it, is killed. The ranks are named."""
-    rt = reused(2)
 
     def stubborn() -> None:
         while True:
@@ -176,8 +175,7 @@ def test_F4_a_reader_that_never_reads_stops_the_output_not_the_calls() -> None:
     """).check(stderr=None)
 
 
-def test_F5_standard_streams_in_a_worker_are_its_own(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_F5_standard_streams_in_a_worker_are_its_own(rt: Any) -> None:
     with same_workers(rt):
         assert rt.function(lambda row: sys.stdin.read(), outputs=None)(np.arange(2)) == ["", ""]
 
@@ -215,10 +213,9 @@ class FailingStream(io.StringIO):
 
 
 def test_F4_a_stream_of_the_master_that_fails_does_not_fail_a_call(
-    reused: Fork, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    rt: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """The text is dropped; what the log says then: ``test_i_environment.py``."""
-    rt = reused(2)
     total = rt.function(lambda x: (print("some words"), x.sum())[1], outputs="sum")
     closed = io.StringIO()
     closed.close()
@@ -228,9 +225,8 @@ def test_F4_a_stream_of_the_master_that_fails_does_not_fail_a_call(
             assert total(np.arange(4.0)) == total.submit(np.arange(4.0)).result() == 6
 
 
-def test_F8_a_slow_rank_is_no_dead_rank(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F8_a_slow_rank_is_no_dead_rank(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are monotonic: a clock that is set back or forward changes nothing."""
-    rt = reused(2)
     jumps = iter([0.0, 1e9, -1e9] * 1000)
     monkeypatch.setattr(time, "time", lambda: next(jumps))
     slow = rt.function(lambda row: ctypes.CDLL(None).usleep(300_000 if row[0] else 3_000), outputs=None)
@@ -272,8 +268,7 @@ def stuck_call(rt: Any, target: Callable[..., Any], path: Path, ranks: tuple[int
     assert results == [2.0]
 
 
-def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) -> None:
-    rt = reused(2)
+def test_where_shows_phase_and_stack_of_each_rank(rt: Any, tmp_path: Path) -> None:
     pids = harness.pids(rt)
     with stuck_call(rt, long_call, tmp_path / "go", (0, 1)):
         assert harness.wait_for(lambda: rt.where().count("in long_call") == 2)
@@ -314,9 +309,8 @@ def test_a_bad_number_in_the_environment_is_named_by_fork(monkeypatch: pytest.Mo
 # ----- calls that are repeated
 
 
-def test_retry_runs_a_call_again_after_a_death_and_never_after_an_exception(reused: Fork, tmp_path: Path) -> None:
+def test_retry_runs_a_call_again_after_a_death_and_never_after_an_exception(rt: Any, tmp_path: Path) -> None:
     """As often as it says: the function notes its runs on the one rank that has a row."""
-    rt = reused(2)
     path = tmp_path / "runs"
 
     def run(x: Any, path: str, num_deaths: int, fails: bool) -> float:

@@ -32,9 +32,8 @@ from synk.errors import SharedMemoryError, StartupError
 Fork = Callable[..., Any]
 
 
-def test_G1_data_that_does_not_fit(shared_runtimes: Any) -> None:
+def test_G1_data_that_does_not_fit(rt: Any) -> None:
     """The size is checked before the system's out-of-memory killer would."""
-    rt = shared_runtimes[2]
     old = rt.data(np.arange(1000.0))
     total = rt.function(lambda x: x.sum(), outputs="sum")
     with same_workers(rt):
@@ -104,8 +103,7 @@ def test_G1_the_system_refuses_the_memory(runtime: Fork, subtests: pytest.Subtes
         rt.close()
 
 
-def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_G2_no_worker_can_shrink_a_segment(rt: Any) -> None:
     data = rt.data(np.arange(1000.0))
 
     def shrink(x: np.ndarray) -> None:
@@ -119,9 +117,8 @@ def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
     np.testing.assert_array_equal(data[:], np.arange(1000.0))
 
 
-def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: Fork) -> None:
+def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(rt: Any) -> None:
     """The others are in a collective, in which it will never join: there is no time limit."""
-    rt = reused(2)
     f = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
     assert f(np.ones(4)) == 4.0
     workers = pids(rt)
@@ -135,9 +132,8 @@ def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: 
     assert pids(rt) == workers
 
 
-def test_G3_more_segments_than_one_message_can_carry(reused: Fork) -> None:
+def test_G3_more_segments_than_one_message_can_carry(rt: Any) -> None:
     """New to several ranks at once, also after all of them were started again."""
-    rt = reused(2)
     size = 33_000  # too large for an arena: each has a descriptor of its own
     variables = [rt.shared(np.full(size, float(k))) for k in range(260)]
     f = rt.function(lambda x: sum(w.value[-1] for w in variables) * len(x), outputs="sum")
@@ -268,9 +264,8 @@ def test_G5_the_system_refuses_a_process(runtime: Fork, monkeypatch: pytest.Monk
     assert_right(runtime(2))
 
 
-def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:
+def test_G6_thousands_of_calls_and_data(rt: Any, storm_count: Callable[[int], int]) -> None:
     """Of changing shapes and several functions: memory, descriptors and mappings stay flat, in all processes."""
-    rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
     double = rt.function(lambda w, x: x * w, bcast_inputs="w", outputs="gather")
     big = rt.function(lambda x: np.full(40_000, x.sum()), outputs="avg")

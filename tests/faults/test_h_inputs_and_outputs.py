@@ -233,8 +233,7 @@ def test_H27_odd_batches_mean_what_numpy_means(shared_runtimes: Any, subtests: p
 
 
 @pytest.mark.high_memory
-def test_H29_more_than_two_gib_of_rows(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_H29_more_than_two_gib_of_rows(rt: Any) -> None:
     rows = (1 << 31) + 11
     data = rt.data(shape=(rows,), dtype="uint8")
     data.data[-1], data.data[1 << 31] = 7, 5
@@ -299,8 +298,7 @@ def test_H18_the_same_bits_every_time(shared_runtimes: Any) -> None:
         assert len(seen) == 1
 
 
-def test_H20_dicts_match_by_key_in_the_order_of_rank_0(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_H20_dicts_match_by_key_in_the_order_of_rank_0(rt: Any) -> None:
 
     def either(row: np.ndarray) -> dict[str, Any]:
         pairs = [("b", row[0] + 1.0), ("a", row[0] + 10.0)]
@@ -311,8 +309,8 @@ def test_H20_dicts_match_by_key_in_the_order_of_rank_0(shared_runtimes: Any) -> 
     assert list(result) == ["b", "a"]
 
 
-def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any) -> None:
-    rt, ranks = shared_runtimes[2], np.arange(2)
+def test_H21_outputs_that_are_no_arrays(rt: Any) -> None:
+    ranks = np.arange(2)
     with same_workers(rt):
         assert rt.function(lambda row: None)(ranks) is None
         mixed = rt.function(lambda row: (None, 2.0, {"x": None}), outputs="sum")(ranks)
@@ -325,8 +323,7 @@ def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any) -> None:
                 rt.function(lambda row, bad=bad: bad, outputs="sum")(ranks)
 
 
-def test_H23_the_same_data_twice_and_an_output_that_is_the_input(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_H23_the_same_data_twice_and_an_output_that_is_the_input(rt: Any) -> None:
     data = rt.data(MATRIX)
     np.testing.assert_array_equal(rt.function(lambda x, y: x + y, outputs="gather")(data, data), 2 * MATRIX)
     identity = rt.function(lambda x: x, outputs="gather")
@@ -338,9 +335,8 @@ def test_H23_the_same_data_twice_and_an_output_that_is_the_input(shared_runtimes
     np.testing.assert_array_equal(identity(MATRIX), MATRIX)
 
 
-def test_H24_a_function_that_writes_into_its_input(reused: Callable[..., Any]) -> None:
+def test_H24_a_function_that_writes_into_its_input(rt: Any) -> None:
     """Python code is told that it is read-only. C code dies: the rows are mapped so. The data does not change."""
-    rt = reused(2)
     data = rt.data(MATRIX)
     fill = rt.function(lambda w, x: (w if len(w) else x).fill(1), bcast_inputs="w")
     for w, x, batch in ((MATRIX, data, None), ((), data, None), ((), MATRIX, None), ((), data, [5, 1, 0])):

@@ -310,7 +310,7 @@ def test_I8_nothing_to_connect_to(runtime: Fork) -> None:
     assert named_sockets() == before
 
 
-def test_I9_junk_on_the_channel_of_a_worker(reused: Fork, subtests: pytest.Subtests) -> None:
+def test_I9_junk_on_the_channel_of_a_worker(rt: Any, subtests: pytest.Subtests) -> None:
     """Written by code inside the worker, to every descriptor it has: that worker counts as dead, or nothing happens."""
 
     def write_junk(row: np.ndarray, junk: bytes, to: str) -> None:
@@ -324,7 +324,6 @@ def test_I9_junk_on_the_channel_of_a_worker(reused: Fork, subtests: pytest.Subte
             except OSError:
                 continue
 
-    rt = reused(2)
     f = rt.function(write_junk, bcast_inputs=("junk", "to"), outputs=None)
     for junk, to in ((b"x", "socket"), (b"junk" * 20, "pipe"), (bytes(64), "socket"), (b"\xff" * 128, "pipe")):
         with subtests.test(junk=junk, to=to):

@@ -185,10 +185,10 @@ def interrupt(rt: Any, name: str, nth: int, number: int, other_thread: ThreadPoo
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 @pytest.mark.timeout(3600)
 def test_a_signal_at_any_point_of_an_operation(
-    reused: Fork, is_whole: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    rt: Any, is_whole: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """Both signals in turn."""
-    rt, chance = reused(2), random.Random(0)
+    chance = random.Random(0)
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)  # Python drops what is raised in a finalizer
     before = signal.signal(signal.SIGUSR1, raise_time_is_over)
     try:
@@ -205,10 +205,10 @@ def test_a_signal_at_any_point_of_an_operation(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_at_every_point_of_the_first_call_of_its_kind(
-    reused: Fork, number: int, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    rt: Any, number: int, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """What ranks tell once, with their first reply, is not lost: the next call of this kind is right."""
-    rt, before = reused(2), signal.signal(signal.SIGUSR1, raise_time_is_over)
+    before = signal.signal(signal.SIGUSR1, raise_time_is_over)
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
     calls: dict[str, Callable[[Any], Any]] = {
         "call": lambda f: f(np.ones(4)),
@@ -268,9 +268,9 @@ def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-def test_a_handler_that_raises_at_any_point_of_a_death_and_a_start_loses_no_rank(reused: Fork, is_whole: bool) -> None:
+def test_a_handler_that_raises_at_any_point_of_a_death_and_a_start_loses_no_rank(rt: Any, is_whole: bool) -> None:
     """One whose death nobody has noted, or whose hello was read and lost, would be waited for."""
-    rt, before = reused(2), signal.signal(signal.SIGUSR1, raise_time_is_over)
+    before = signal.signal(signal.SIGUSR1, raise_time_is_over)
     total, step = rt.function(lambda x: x.sum(), outputs="sum"), 1 if is_whole else 3
     try:
         with warnings.catch_warnings():

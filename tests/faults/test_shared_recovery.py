@@ -207,9 +207,8 @@ def test_a_call_that_fails_changes_nothing(reused: Fork, is_whole: bool, subtest
 # ----- deaths at other times
 
 
-def test_A6_A14_a_death_after_the_reply_loses_nothing(reused: Fork) -> None:
+def test_A6_A14_a_death_after_the_reply_loses_nothing(rt: Any) -> None:
     """The call has succeeded on all ranks, those included that died before they could see it."""
-    rt = reused(2)
     state = State(rt)
     before = pids(rt)
     for _ in range(2):  # then each rank has two buffers of its own, and the reply is the end of a call
@@ -227,9 +226,8 @@ def test_A6_A14_a_death_after_the_reply_loses_nothing(reused: Fork) -> None:
 # ----- what a replacement sees
 
 
-def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
+def test_a_replacement_sees_every_way_a_value_came_to_be(rt: Any) -> None:
     """Set by the master, assigned, resized, reduced, scattered, made after the death, dropped before it."""
-    rt = reused(2)
     state = State(rt)
     state.step(state.rows)
     synk.all_reduce(state.replicated, "sum")

@@ -66,9 +66,8 @@ def holder(do: Callable[..., Any], path: Path) -> tuple[Any, Callable[[], None]]
 # ----- deaths
 
 
-def test_A_a_death_ends_all_calls_in_flight(reused: Fork, subtests: pytest.Subtests) -> None:
+def test_A_a_death_ends_all_calls_in_flight(rt: Any, subtests: pytest.Subtests) -> None:
     """But those that were answered, whether they were asked for or not."""
-    rt = reused(2)
     do = doer(rt)
     for num_done in range(3):
         with subtests.test(num_done=num_done), replaced_workers(rt, [1]) as workers:
@@ -89,9 +88,8 @@ def test_A_a_death_ends_all_calls_in_flight(reused: Fork, subtests: pytest.Subte
                     assert call.result() == 4.0
 
 
-def test_A_a_death_at_each_step(reused: Fork, subtests: pytest.Subtests) -> None:
+def test_A_a_death_at_each_step(rt: Any, subtests: pytest.Subtests) -> None:
     """What was answered is right, what was not is WorkerDied, and then all is well."""
-    rt = reused(2)
     large = rt.function(lambda x: (np.full(50_000, x.sum()), x.sum()), outputs="sum")
     large(X)
     for step in (name for name in FAILPOINTS if name.startswith(("call.", "reduce."))):
@@ -147,8 +145,7 @@ def test_A_chaos(reused: Fork, seed: int, storm_count: Callable[[int], int]) -> 
 # ----- time limits
 
 
-def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(reused: Fork) -> None:
-    rt = reused(2)
+def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(rt: Any) -> None:
     do = doer(rt)
     with same_workers(rt):
         first, slow, last = do(), do(saboteurs.loop_for_ever, timeout=1.0), do()
@@ -161,9 +158,8 @@ def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(reused: Fork) 
         assert first.result() == 4.0
 
 
-def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(reused: Fork, tmp_path: Path) -> None:
+def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(rt: Any, tmp_path: Path) -> None:
     """Without any time to wait: what is there is there, and what is not is no failure of the call."""
-    rt = reused(2)
     do = doer(rt)
     call = do(timeout=60.0)
     assert wait_for(lambda: rt.where().count("): idle\n") == 2)  # what they answered may still lie in their pipes
@@ -175,8 +171,7 @@ def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(reused: F
     assert slow.result() == 4.0
 
 
-def test_B_each_time_limit_holds_behind_a_call_without(reused: Fork, tmp_path: Path) -> None:
-    rt = reused(2)
+def test_B_each_time_limit_holds_behind_a_call_without(rt: Any, tmp_path: Path) -> None:
     do = doer(rt)
     with same_workers(rt):
         for wait in (lambda call: call.result(), lambda call: wait_for(call.done) and call.result()):
@@ -196,8 +191,7 @@ def test_B_each_time_limit_holds_behind_a_call_without(reused: Fork, tmp_path: P
 # ----- Ctrl-C
 
 
-def test_D_ctrl_c_ends_all_calls_in_flight(reused: Fork, subtests: pytest.Subtests) -> None:
-    rt = reused(2)
+def test_D_ctrl_c_ends_all_calls_in_flight(rt: Any, subtests: pytest.Subtests) -> None:
     do = doer(rt)
     waits: dict[str, Callable[[list[Any]], object]] = {
         "result": lambda pending: pending[1].result(),
@@ -222,9 +216,8 @@ def test_D_ctrl_c_ends_all_calls_in_flight(reused: Fork, subtests: pytest.Subtes
 # ----- forks, threads, drops
 
 
-def test_E_a_forked_copy_cannot_ask(reused: Fork, tmp_path: Path) -> None:
+def test_E_a_forked_copy_cannot_ask(rt: Any, tmp_path: Path) -> None:
     """And what it tries does the original no harm, whose memory it shares."""
-    rt = reused(2)
     pending, release = holder(doer(rt), tmp_path / "go")
 
     def ask() -> None:
@@ -239,8 +232,7 @@ def test_E_a_forked_copy_cannot_ask(reused: Fork, tmp_path: Path) -> None:
     assert_right(rt)
 
 
-def test_E_other_threads_wait_for_what_concerns_them(reused: Fork, tmp_path: Path) -> None:
-    rt = reused(2)
+def test_E_other_threads_wait_for_what_concerns_them(rt: Any, tmp_path: Path) -> None:
     do = doer(rt)
     data = rt.data(X)
     slow, release = holder(do, tmp_path / "go")

@@ -28,9 +28,8 @@ OBJECTS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def test_arrays_of_objects_travel_as_objects_and_cannot_be_combined(shared_runtimes: Any) -> None:
+def test_arrays_of_objects_travel_as_objects_and_cannot_be_combined(rt: Any) -> None:
     """Their bytes are pointers, which mean nothing in another process."""
-    rt = shared_runtimes[2]
     for fn in OBJECTS.values():
         for op in (None, "first"):
             got = rt.function(fn, outputs=op)(X)
@@ -122,8 +121,7 @@ def test_what_a_runtime_numbers_it_numbers_itself(runtime: Any) -> None:
 # ----- what it is told
 
 
-def test_a_death_is_explained_once(reused: Any) -> None:
-    rt = reused(2)
+def test_a_death_is_explained_once(rt: Any) -> None:
     with replaced_workers(rt, [0]), pytest.raises(synk.errors.WorkerDied, match="SIGKILL") as caught:
         rt.function(lambda x: synk.comm.rank or os.kill(os.getpid(), 9), outputs=None)(X)
     assert str(caught.value).count("Likely out of memory") == 1

@@ -190,8 +190,7 @@ MISTAKES: list[Mistake] = [
 ]
 
 
-def test_the_words_of_a_mistake(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    rt = shared_runtimes[2]
+def test_the_words_of_a_mistake(rt: Any, subtests: pytest.Subtests) -> None:
     for mistake, kinds, words in MISTAKES:
         with subtests.test(line=mistake.__code__.co_firstlineno, words=words):
             with pytest.raises(kinds) as caught:

@@ -94,9 +94,8 @@ def test_kept_broadcast_inputs(subtests: Any, shared_runtimes: Any) -> None:
                 assert got == [[j, j + 0.25, j + 0.5, j + 0.75] for j in range(k + 1)]
 
 
-def test_what_a_failing_call_keeps_and_what_of_data(shared_runtimes: Any) -> None:
+def test_what_a_failing_call_keeps_and_what_of_data(rt: Any) -> None:
     """An array of a call that failed is still its own; a view of ``Data`` follows the data."""
-    rt = shared_runtimes[2]
     kept: list[Any] = []
 
     def keep(x: Any, d: Any) -> Any:
@@ -117,9 +116,8 @@ def test_what_a_failing_call_keeps_and_what_of_data(shared_runtimes: Any) -> Non
 
 
 @pytest.mark.parametrize("num_views", range(1, 7))
-def test_inputs_are_kept_while_the_plan_of_the_call_before_goes(shared_runtimes: Any, num_views: int) -> None:
+def test_inputs_are_kept_while_the_plan_of_the_call_before_goes(rt: Any, num_views: int) -> None:
     """A rank sees that a function keeps views, also if as many of a function that was dropped go in the same call."""
-    rt = shared_runtimes[2]
     kept: list[Any] = []
 
     def keep(x: Any) -> Any:
@@ -183,10 +181,9 @@ def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(subtests: Any, sha
                     assert torch.equal(got, torch.cat(parts))
 
 
-def test_tensors_that_are_kept_and_written_into_later(shared_runtimes: Any) -> None:
+def test_tensors_that_are_kept_and_written_into_later(rt: Any) -> None:
     """They are the function's own, those of ``Data`` too: no call sees what was written, not even the current one."""
     pytest.importorskip("torch")
-    rt = shared_runtimes[2]
     kept: list[Any] = []
 
     def keep(x: Any, d: Any) -> Any:
@@ -206,10 +203,9 @@ def test_tensors_that_are_kept_and_written_into_later(shared_runtimes: Any) -> N
             assert reader(data) == size * k
 
 
-def test_slices_do_not_see_what_an_earlier_one_wrote_nor_a_variable(shared_runtimes: Any) -> None:
+def test_slices_do_not_see_what_an_earlier_one_wrote_nor_a_variable(rt: Any) -> None:
     """The value of a variable changes only by assignment."""
     pytest.importorskip("torch")
-    rt = shared_runtimes[2]
     w = rt.shared(np.zeros(3))
 
     def work(x: Any, v: Any, u: Any) -> Any:
@@ -243,10 +239,9 @@ def test_what_comes_after_news_that_were_broken_off_is_not_read_until_the_progra
         rank._learn(10, news(9, []), [])
 
 
-def test_each_rank_has_its_own_step(subtests: Any, reused: Any) -> None:
+def test_each_rank_has_its_own_step(subtests: Any, rt: Any) -> None:
     """Each rank's values, of arrays and of tensors, and not those of a rank that is ahead by a call or two."""
     torch = pytest.importorskip("torch")
-    rt = reused(2)
     for framework, state in ((None, np.zeros(LARGE)), ("torch", torch.zeros(LARGE))):
 
         def step(x: Any, state: Any = state) -> Any:

@@ -53,9 +53,9 @@ def test_a_module_may_be_read_and_differentiated_and_follows_the_programs(shared
                 model[0].weight.mul_(0.5)  # is sent
 
 
-def test_a_call_that_changes_a_captured_module_ends_with_an_error(shared_runtimes: Any) -> None:
+def test_a_call_that_changes_a_captured_module_ends_with_an_error(rt: Any) -> None:
     """Other functions, and the same one built anew, go on."""
-    rt, model = shared_runtimes[2], torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
     def step(x: Any, is_changing: bool) -> Any:
         if is_changing:
@@ -124,8 +124,8 @@ def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runti
 # ----- memory that several tensors share
 
 
-def test_tensors_that_overlap_are_refused_by_name(shared_runtimes: Any) -> None:
-    rt, x = shared_runtimes[2], torch.randn(5, 4)
+def test_tensors_that_overlap_are_refused_by_name(rt: Any) -> None:
+    x = torch.randn(5, 4)
     made = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))  # noqa: E731
     model = made()
     model[1].weight.data = model[0].weight.data.t()
@@ -179,9 +179,9 @@ class Wrapping(torch.optim.Optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_what_a_body_makes_travels(reused: Callable[..., Any]) -> None:
+def test_what_a_body_makes_travels(rt: Any) -> None:
     """To a rank without rows, to one that was started again, and to the program."""
-    rt, model, plain = reused(2), Growing(), Growing()
+    model, plain = Growing(), Growing()
     optimizer, plain_optimizer = (Wrapping(each.parameters()) for each in (model, plain))
     rep = synk.torch.replicate(model, optimizer, runtime=rt)
     step = rep.function(plain_step, outputs="avg")

@@ -369,8 +369,7 @@ class Kept(torch.nn.Module):
         return x
 
 
-def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_is_refused(subtests: Any, rt: Any) -> None:
     parallel = lambda module, **options: synk.torch.DataParallel(module, runtime=rt, **options)  # noqa: E731
     model, bad = parallel(mlp()), torch.ones(8, 5)
     bad[7] = 1e7  # of the last rank
@@ -433,9 +432,8 @@ def test_torchs_own_errors_about_graphs_are_raised(shared_runtimes: Any) -> None
 # ----- life
 
 
-def test_workers_killed_between_forward_and_backward_are_not_missed(reused: Callable[..., Any]) -> None:
+def test_workers_killed_between_forward_and_backward_are_not_missed(rt: Any) -> None:
     """The second pass needs nothing of the first one."""
-    rt = reused(2)
     model, optimizer = trained(rt)
     plain = copy.deepcopy(model)
     of_plain = torch.optim.Adam(plain.parameters(), lr=0.01)
@@ -450,9 +448,8 @@ def test_workers_killed_between_forward_and_backward_are_not_missed(reused: Call
         assert differences(dict(plain.state_dict()), dict(model.state_dict()), 1e-12) == []
 
 
-def test_the_second_pass_begins_where_the_first_one_did(shared_runtimes: Any) -> None:
+def test_the_second_pass_begins_where_the_first_one_did(rt: Any) -> None:
     """Draws, buffers that the first pass changes, modes and flags that the program changes in between."""
-    rt = shared_runtimes[2]
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

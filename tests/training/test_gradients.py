@@ -227,8 +227,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[torch.Tensor, int], Any]]] = {
 }  # fmt: skip
 
 
-def test_what_is_told_and_leaves_no_rank_waiting(subtests: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_what_is_told_and_leaves_no_rank_waiting(subtests: Any, rt: Any) -> None:
     cases = list(WRONG.items())
     for op, verb in (("prod", "all_reduce"), ("min", "reduce"), ("max", "reduce_scatter")):
         call = lambda x, rank, op=op, verb=verb: getattr(t, verb)(x, op).sum().backward()  # noqa: E731

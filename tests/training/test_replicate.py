@@ -228,8 +228,8 @@ def test_random_numbers_are_the_same_in_each_run_and_others_on_each_rank(shared_
 # ----- what is refused
 
 
-def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
-    rt, model, other = shared_runtimes[2], mlp(), mlp()
+def test_what_is_refused(subtests: Any, rt: Any) -> None:
+    model, other = mlp(), mlp()
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     sparse = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), torch.nn.Linear(4, 2))
     x, ids = torch.ones(4, 5, dtype=torch.float64), torch.ones(6, 3, dtype=torch.long)

@@ -140,9 +140,8 @@ def test_the_check_leaves_no_trace(shared_runtimes: Any) -> None:
     assert differences(*finals) == [] and finals[0][2] == 3
 
 
-def test_other_bodies(shared_runtimes: Any) -> None:
+def test_other_bodies(rt: Any) -> None:
     """By gradients alone, by torch.func, in evaluation, with a named op."""
-    rt = shared_runtimes[2]
 
     def silent(loss: Loss) -> Any:
         return synk.torch.replicate(model_of(), runtime=rt).function(

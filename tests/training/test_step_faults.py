@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,9 @@ def run(rt: synk.Runtime, where: str = "", action: str = "", rank: int = 1) -> t
 
 
 @pytest.mark.parametrize("action", EXPECTED)
-def test_a_fault_anywhere_changes_no_bit(subtests: Any, reused: Callable[..., Any], action: str) -> None:
+def test_a_fault_anywhere_changes_no_bit(subtests: Any, rt: Any, action: str) -> None:
     """Of spectral norms, batch norms, buffers and numbers, beside parameters and rates."""
-    rt, plain = reused(2), build()
+    plain = build()
     expected, clean = run(rt)
     assert differences([float(disturbed_step(*plain, x, y)) for x, y in batches(4, (8, 6))], expected, 1e-9) == []
     assert differences(state_of(plain), clean, 1e-9) == []
@@ -149,9 +148,8 @@ def objects_for(body: Any) -> tuple[Any, ...]:
     return (model, adam) if body is reduce_after_the_step else (model,)
 
 
-def test_what_changes_before_the_ranks_communicate_is_put_back(subtests: Any, reused: Callable[..., Any]) -> None:
+def test_what_changes_before_the_ranks_communicate_is_put_back(subtests: Any, rt: Any) -> None:
     """What steps change when is noticed in the first one."""
-    rt = reused(2)
     for body in (two_optimizers, follow, reduce_after_the_step, accumulate):
         with subtests.test(body=body.__name__):
             outcomes = []
@@ -171,9 +169,8 @@ def test_what_changes_before_the_ranks_communicate_is_put_back(subtests: Any, re
             assert all(differences(outcomes[0], other) == [] for other in outcomes[1:])
 
 
-def test_a_repeated_step_draws_what_it_drew(reused: Callable[..., Any]) -> None:
+def test_a_repeated_step_draws_what_it_drew(rt: Any) -> None:
     """From the process's generators, also if it is among the first steps that draw from them."""
-    rt = reused(2)
 
     def seed() -> None:
         random.seed(3)
@@ -225,9 +222,9 @@ class Mortal(torch.nn.Module):
                 act("kill")
 
 
-def test_deaths_while_objects_move(subtests: Any, reused: Callable[..., Any], tmp_path: Path) -> None:
+def test_deaths_while_objects_move(subtests: Any, rt: Any, tmp_path: Path) -> None:
     """In pull, push and a checkpoint, which are made once more, and before them."""
-    rt, plain, model = reused(2), mlp(), Mortal(tmp_path)
+    plain, model = mlp(), Mortal(tmp_path)
     objects = model, torch.optim.Adam(model.parameters(), 0.01)
     optimizer = torch.optim.Adam(plain.parameters(), 0.01)
     rep = synk.torch.replicate(*objects, runtime=rt)

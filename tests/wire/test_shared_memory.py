@@ -59,8 +59,7 @@ def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes:
         assert_same([w[rank][0] for rank in range(3)], [7.0 + count * rank for rank in range(3)])
 
 
-def test_variables_come_and_go_in_another_thread_while_calls_run(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_variables_come_and_go_in_another_thread_while_calls_run(rt: Any) -> None:
     count = rt.shared(0)
 
     def add(x: np.ndarray) -> float:
