@@ -320,6 +320,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                     f"cannot verify {self.__name__!r}: got {name}=, which is a parameter of the function and the "
                     "tolerance of this verb, expected an argument by position. Pass it so, or bind it by a lambda."
                 )
+        if "output_subset" in kwargs:
+            raise TypeError(f"cannot verify {self.__name__!r}: got output_subset=, expected all outputs. Leave it out.")
         function = self._renewed()
         options = call_options(batch, num_slices, None, timeout)
         return verify(function, args, kwargs, options, Tolerance(rtol, atol))

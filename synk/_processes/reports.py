@@ -69,7 +69,7 @@ class DeathReports:
         hints = self._kill_hint(killed) if killed else ""
         if "SIGBUS" in exits:
             hints += " Likely a memory-mapped file has become shorter, or could not be read."
-        message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
+        message = f"{ended} during {what or phase}.{hints} The next call starts them again, if max_restarts= allows it."
         if phase != "start":
             message += " What functions kept there, in closures or globals, is gone."
         return WorkerDied(

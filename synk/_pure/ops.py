@@ -35,8 +35,8 @@ class Op:
     it, a function that returns a row for each of its rows gives the same result for every number of workers.
 
     ``combine`` and ``finish`` are called in your program, once for each call and output. ``check`` is called on the
-    workers; the op travels there with the function. An exception in any of them fails the call, with a note that names
-    the op and the function.
+    workers; the op travels there with the function. An exception in any of them fails the call. One in ``combine`` or
+    ``finish`` has a note that names the op and the function; ``check`` gets the words for that.
 
     Attributes
     ----------

@@ -228,6 +228,8 @@ def test_tolerances(rt: Any) -> None:
 
 
 def test_what_a_call_raises_comes_out_as_itself(shared_runtimes: Any) -> None:
+    with pytest.raises(TypeError, match="got output_subset=, expected all"):
+        shared_runtimes[2].function(lambda x: (x.sum(), len(x)), outputs="sum").verify(np.ones(4), output_subset=[0])
     with pytest.raises(ZeroDivisionError):
         shared_runtimes["1+1"].function(lambda x: 1 / 0).verify(X)
     with pytest.raises(ValueError, match="cannot scatter inputs"):
