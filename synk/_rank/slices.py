@@ -83,7 +83,10 @@ def run_slices(
 
 def _on_host(function: LoadedFunction, backend: Backend, value: Any, name: str) -> Any:
     """Return a value that is one object with its arrays and tensors as the program gets them."""
-    leaves, structure = flatten(value)
+    try:
+        leaves, structure = flatten(value)
+    except RecursionError:  # it contains itself
+        return value
     made = [
         as_returned(as_object(backend, array_or_object(backend, leaf, EACH, name, function)), was_tensor)
         for leaf, was_tensor in zip(leaves, map(function.is_tensor, leaves))

@@ -84,7 +84,11 @@ def take_whole(result: Any, outputs: Any, *, has_arrays: bool = False) -> Any:
 
 
 def _has_array(result: Any) -> bool:
-    return any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in flatten(result)[0])
+    try:
+        leaves, _ = flatten(result)
+    except RecursionError:  # it contains itself, which only a pickle can
+        return False
+    return any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves)
 
 
 def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:

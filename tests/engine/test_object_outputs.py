@@ -122,6 +122,17 @@ def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any,
     assert all(told(value) == expected for value, expected in kept), "a later call has changed a result"
 
 
+def test_an_object_may_contain_itself(shared_runtimes: Any) -> None:
+    def tree(x: Any) -> Any:
+        root: Any = {"rows": x, "children": [{}]}
+        root["children"][0]["parent"] = root
+        return root
+
+    f = shared_runtimes[2].function(tree, outputs=None)
+    for found in (*f(np.ones(4)), *f(np.ones(4), num_slices=2)[1]):
+        assert found["children"][0]["parent"] is found
+
+
 def only(rank: int, value: Callable[[], Any]) -> Any:
     """Return a value on one rank, None on the others."""
     return value() if synk.comm.rank == rank else None
