@@ -222,7 +222,7 @@ def in_slices(call: Call, callee: Callee) -> Call:
                     raise  # it is the program that lacks memory
                 size = _size(callee, args, kwargs, options.batch)
                 if num_slices >= size[0]:
-                    add_note(error, f"{callee.title} runs out of memory with a single row in each slice.")
+                    add_note(error, f"{callee.name!r} runs out of memory with a single row in each slice.")
                     raise
                 full, num_slices = str(error).partition("\n")[0] or "MemoryError", 2 * num_slices
             except Exception as error:

@@ -91,7 +91,7 @@ class Book(Shelf):
     packed_nbytes : int
         How much has been packed so far.
     sent_anew : set of int
-        Functions that were sent again as a whole: the workers' plans still hold the earlier version.
+        Functions that were sent as a whole: the workers' plans may still hold an earlier version.
     restless : dict of int to object
         By id, what the last update has sent and whose pickle is another one already: it is sent with each update.
     """
@@ -112,11 +112,6 @@ class Book(Shelf):
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
-    def has(self, function_id: int, fn: Any) -> bool:
-        """Whether this function was sent under this id."""
-        entry = self._entries.get(function_id)
-        return entry is not None and entry.fn is fn
-
     def update(self, function_id: int, fn: Any, options: dict[str, Any]) -> None:
         """Pack a function that the workers do not have, and whatever has changed of what it captures."""
         self.prepared.clear()
@@ -125,9 +120,9 @@ class Book(Shelf):
         self.restless.clear()
         self._changed.clear()
         packed_before = self._packed_before = set(self.parcels)
-        if not self.has(function_id, fn):
-            parcel = self._pack([("function", function_id, options)])
-            self._entries[function_id] = _Entry(fn, parcel)
+        entry = self._entries.get(function_id)
+        if entry is None or entry.fn is not fn:
+            self._pack_function(function_id, fn, options)
         seen: set[Node] = set()
         num_rounds = 0
         # What a round packs may need further modules, and may hold objects that changed since another function sent
@@ -139,9 +134,7 @@ class Book(Shelf):
             is_last = seen.issuperset(fresh)
             seen.update(fresh)
             if self._replace(fresh, function_id):
-                parcel = self._pack([("function", function_id, options)])
-                self._entries[function_id] = _Entry(fn, parcel)
-                self.sent_anew.add(function_id)
+                self._pack_function(function_id, fn, options)
             named = self.named_of(function_id)
             current = set(nodes)
             fresh = [node for node in fresh if node not in again] + [node for node in again if node in current]
@@ -155,6 +148,11 @@ class Book(Shelf):
             is_last = not self._unbind_copies(function_id, num_rounds) and is_last
             if is_last:
                 return
+
+    def _pack_function(self, function_id: int, fn: Any, options: dict[str, Any]) -> None:
+        parcel = self._pack([("function", function_id, options)])
+        self._entries[function_id] = _Entry(fn, parcel)
+        self.sent_anew.add(function_id)
 
     def _unbind_copies(self, function_id: int, num_rounds: int) -> bool:
         """Have objects sent anew whose own code may hold copies of what has changed. Return whether there are any."""

@@ -53,14 +53,10 @@ class Callee:
     changes : tuple of ResidentObject
     session : Session or None
         The session whose workers have it.
-    title : str
-        The name, for errors.
     id : int
         Its number in that session.
     capture : Capture or None
-        What the workers were told about what it captures.
-    is_stale : bool
-        Whether it, or something that it captured, must be sent again.
+        What the workers were told about what it captures. None: it, or something that it captured, must be sent.
     classes : list of type
         Of resident objects, arguments and items; they count as captured, because their methods may run in a call.
     variables, residents : set of Variable, set of ResidentObject
@@ -99,7 +95,6 @@ class Callee:
         self.ops = ops_of(outputs, repr(name))
         self.fn = fn
         self.name = name
-        self.title = repr(name)
         self.bcast_inputs = bcast_inputs
         self._reserved = reserved
         self.signature = Signature(fn, bcast_inputs, name, reserved)
@@ -114,8 +109,6 @@ class Callee:
         self.id = -1
         self.plans_by_key: dict[Any, Any] = {}
         self.object_room = 1 << 10
-        self.state_numbers: frozenset[int] = frozenset()
-        self.is_stale = False
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
         # Where the program itself looks the function up: the namespace of the user's module that defines it, and its
@@ -164,7 +157,7 @@ class Callee:
             self.classes += own
             if len(self.classes) > _NUM_CLASSES:  # a class that is defined again and again is a new one each time
                 self.classes, self._met = own, weakref.WeakSet(own)
-            self.is_stale = self.is_stale or self.session is not None
+            self.capture = None
 
     def renew(self) -> FunctionHandle | None:
         """Prepare for what the function captured as it is now. Return the function that replaces it in its module, if
@@ -186,7 +179,7 @@ class Callee:
             self.signature = Signature(fn, self.bcast_inputs, self.name, self._reserved)
             self.fn, self._code = fn, code
             self.plans_by_key.clear()
-        self.is_stale = True
+        self.capture = None
         return None
 
     def _find_home(self) -> tuple[dict[str, Any], str] | None:
@@ -206,7 +199,7 @@ class Callee:
 
     def load(self, session: Any, deadline: float | None) -> None:
         """See that the next message brings the ranks the function as it is now."""
-        if self.session is not session or self.is_stale or self.capture is None:
+        if self.session is not session or self.capture is None:
             distribute(session, [self])
 
     def note_sent(self, session: Any, found: Referred) -> None:
@@ -218,12 +211,9 @@ class Callee:
         home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
         self.record = session.profile.record(self.fn, self.name)
         self.capture = Capture(session.functions.book, self.id, home, self._watch)
-        self.is_stale = False
-        self.variables, self.residents = found
-        numbers = frozenset(each.number for each in (*found.variables, *found.residents))
-        if numbers != self.state_numbers or is_new:
+        if is_new or found != (self.variables, self.residents):
             self.plans_by_key.clear()
-            self.state_numbers = numbers
+        self.variables, self.residents = found
         session.functions.bound.add(self)
         waiting.pop(self, None)
         if is_new:
@@ -234,13 +224,8 @@ class Callee:
 
     def note_unsent(self) -> None:
         """Note that the ranks may not have what the last message was to bring."""
-        self.capture, self.is_stale = None, True
-        self.plans_by_key.clear()
-
-    def forget_sent(self) -> None:
-        """Release what captured objects were compared with: the runtime is closed."""
-        self.plans_by_key.clear()
         self.capture = None
+        self.plans_by_key.clear()
 
 
 def _drop(dropped: deque[int], function_id: int, session_ref: weakref.ref[Any] | None) -> None:
@@ -277,7 +262,7 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
     candidates = [made for ref in waiting.keyrefs() if (made := ref()) is not None] if only is None else only
     functions: Sequence[Any] = [
         f for f in candidates
-        if f.fixed_session in (None, session) and (f.session is not session or f.is_stale or f.capture is None)
+        if f.fixed_session in (None, session) and (f.session is not session or f.capture is None)
     ]  # fmt: skip
     if not functions:
         return
@@ -296,9 +281,6 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
         nbytes[function_id] = book.packed_nbytes
         check_referred(session, by_id[function_id])
 
-    for function in functions:
-        if function.session is session and not book.has(function.id, function.fn):
-            function.plans_by_key.clear()  # ranks prepare plans for the function that they have
     session.functions.bring([(f.id, f.fn, f.options) for f in functions], names, check)
     nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(nbytes.items())}
     for function in functions:

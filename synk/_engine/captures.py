@@ -207,5 +207,5 @@ class Functions:
         self.dropped.clear()
         self.unsettled = []
         for function in list(self.bound):
-            function.forget_sent()
+            function.note_unsent()
         self.book.clear()

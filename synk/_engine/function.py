@@ -97,7 +97,7 @@ def _sent(
 ) -> Call:
     """Find or make the plan of a call, and send it."""
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
-    if callee.is_stale or callee.capture is None or callee.session is not session:
+    if callee.capture is None or callee.session is not session:
         callee.load(session, deadline)
     if session.flight and _uses_state(callee, values, arguments):
         session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed

@@ -163,7 +163,7 @@ class Pool:
     def _must_begin(self, job: Any) -> bool:
         """Whether ranks must be told more than a chunk can bring, which needs all of them idle."""
         engine, function = self._engine, job.function
-        if not self.is_open or function.session is not job.session or function.is_stale or function.capture is None:
+        if not self.is_open or function.session is not job.session or function.capture is None:
             return True
         if job.new_classes and (job.awaits_classes or not self._chunks()):
             return True
