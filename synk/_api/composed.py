@@ -88,7 +88,7 @@ def _begun(function: Any, args: Any, kwargs: Any, options: CallOptions) -> tuple
         deadline = session.deadline(options.timeout)
         session.begin(function._verb, deadline)
         arguments = classified(callee, args, kwargs, session, options.is_submitted)
-        callee.load(session, deadline)
+        callee.load(session)
         division = divided(session, callee, arguments, options)
         passed = [argument.value for argument in arguments if argument.kind in ("shard", "resident")]
         shards = [variable for variable in callee.variables if variable.is_sharded]

@@ -20,7 +20,7 @@ def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     with session.entered(verb):
         deadline = session.deadline(options.timeout)
         session.begin(verb, deadline)
-        shards = closed_over_shards(session, callee, deadline)
+        shards = closed_over_shards(session, callee)
         for each in function._options.updates:
             variable = each[0] if isinstance(each, tuple) else each
             if isinstance(variable, Shared) and variable.is_sharded:

@@ -197,7 +197,7 @@ class Callee:
 
     # -- on the ranks -------------------------------------------------------------------------------------------------
 
-    def load(self, session: Any, deadline: float | None) -> None:
+    def load(self, session: Any) -> None:
         """See that the next message brings the ranks the function as it is now."""
         if self.session is not session or self.capture is None:
             distribute(session, [self])

@@ -138,7 +138,7 @@ class Call(Owed):
         They cannot if outputs are reduced, or other ranks run the call, or with other rows.
         """
         engine, division = self.engine, self.division
-        if outputs.rows != division.rows or not outputs.fits(division.ranks):
+        if outputs.rows != division.rows or outputs.voters != division.ranks:
             return False
         if not engine.has_shared_memory or engine.has_devices:
             return False
@@ -245,7 +245,7 @@ class Call(Owed):
         if self.has_news and any(status > wire.TOLD for status, _, _ in self.replies.values()):
             engine.raise_failures(self)
         outputs = plan.outputs
-        if outputs is None or not outputs.fits(self.ranks):
+        if outputs is None or outputs.voters != self.ranks:
             callee, ranks = self.callee, self.division.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
@@ -311,11 +311,6 @@ class Call(Owed):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def refuse(self, error: BaseException) -> None:
-        """End a call that was not begun."""
-        self._end(error)
-        self._drop()
-
     def end(self, error: BaseException) -> None:
         """The call has ended with this error, unless it has been settled."""
         self._end(error)
@@ -359,10 +354,6 @@ class Call(Owed):
             self.lane.call = None
 
 
-class Question(Owed):
-    """A message to some ranks that is no call: a share of a result, the state of an object, a load."""
-
-
 class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
@@ -378,7 +369,6 @@ class Engine(Workers):
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
         super().__init__(processes, max_restarts=max_restarts, counters=counters)
         self.functions = Functions(self, on_restart)
-        self.parcels = self.functions
         self.variables: Living[Variable] = Living(self)
         self.residents = Residents(self)
         self.lanes: list[Lane] = []
@@ -513,7 +503,7 @@ class Engine(Workers):
         Exception
             What a rank has raised.
         """
-        question = Question(list(things), what, deadline)
+        question = Owed(list(things), what, deadline)
         question.phase, question.number = phase, next(self.numbers)
         self.is_sure = False
         self.flight[question.number] = question

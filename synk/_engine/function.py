@@ -21,9 +21,9 @@ PLAIN = CallOptions()
 
 def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions) -> Any:
     """Run a call and return its result: what ``Function._run`` does, for calls and for what is made of calls."""
-    made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
+    made = _begin(function, function._verb, args, kwargs, options)
     if made.error is not None and _can_try_again(made.error):
-        made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
+        made = _begin(function, function._verb, args, kwargs, options)
     error = made.error
     if error is None:
         return made.value
@@ -45,15 +45,13 @@ def submit(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, release: Any
 ) -> PendingCall[Any]:
     """Send a call and return its future."""
-    made = _begin(function, f"submit {function.__name__!r}", args, kwargs, options, is_submitted=True)
+    made = _begin(function, f"submit {function.__name__!r}", args, kwargs, options)
     pending: PendingCall[Any] = PendingCall(made.engine, made.callee.name, made)
     pending._release = release
     return pending
 
 
-def _begin(
-    function: Any, verb: str, args: Any, kwargs: dict[str, Any], options: CallOptions, *, is_submitted: bool
-) -> Call:
+def _begin(function: Any, verb: str, args: Any, kwargs: dict[str, Any], options: CallOptions) -> Call:
     """Begin a call, and end it unless it was submitted. What is broken off before it is the caller's is ended."""
     started_ns = time.monotonic_ns()
     callee: Callee = function._callee
@@ -68,8 +66,8 @@ def _begin(
         try:
             deadline = session.deadline(options.timeout)
             session.enter_call(verb, deadline)
-            made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
-            if not is_submitted or session.is_inline:
+            made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns)
+            if not options.is_submitted or session.is_inline:
                 if len(session.flight) == 1:
                     made.settle()
                 else:
@@ -93,12 +91,11 @@ def _sent(
     options: CallOptions,
     deadline: float | None,
     started_ns: int,
-    is_submitted: bool,
 ) -> Call:
     """Find or make the plan of a call, and send it."""
-    face, values, arguments = look(callee, args, kwargs, session, is_submitted)
+    face, values, arguments = look(callee, args, kwargs, session, options.is_submitted)
     if callee.capture is None or callee.session is not session:
-        callee.load(session, deadline)
+        callee.load(session)
     if session.flight and _uses_state(callee, values, arguments):
         session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
     lane = session.next_lane(verb, deadline)
@@ -113,25 +110,22 @@ def _sent(
         division = plan.choose(session, callee, values, options.batch, options.num_ranks)
         if plan.objects:
             objects = _objects(session, callee, [values[k] for k in plan.objects], plan.object_labels)
-            callee.load(session, deadline)  # a class may have been met that the ranks lack
+            callee.load(session)  # a class may have been met that the ranks lack
         if plan.table_rooms and arguments is not None:
             _pack_again(plan, values, arguments, division, callee.name)
-        if (division is not plan.fitted and not plan.fits(division)) or (
-            objects is not None and callee.object_room > len(plan.object_place)
-        ):
+        is_too_small = objects is not None and callee.object_room > len(plan.object_place)
+        if plan.is_outgrown or is_too_small or not plan.fits:
             plan = None
     if plan is None:
-        plan, division, objects, values = _made(
-            session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
-        )
+        plan, division, objects, values = _made(session, callee, args, kwargs, options, key, arguments, lane, before)
     if plan.residents or plan.changes:
         session.residents.bring_into_line([*plan.residents, *plan.changes], f"call {callee.name!r}")
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
-    refused = session.after_failed_step(callee) if is_submitted and plan.changes else None
+    refused = session.after_failed_step(callee) if options.is_submitted and plan.changes else None
     if refused is None:
         made.begin()
     else:
-        made.refuse(refused)
+        made.end(refused)
     return made
 
 
@@ -145,12 +139,11 @@ def _made(
     arguments: list[Argument] | None,
     lane: Any,
     before: Plan | None,
-    is_submitted: bool,
 ) -> tuple[Plan, Any, list[Any] | None, list[Any]]:
     """Make the plan of a call, and keep it."""
     _check_options(callee, options)
     if arguments is None:
-        arguments = classified(callee, args, kwargs, session, is_submitted)
+        arguments = classified(callee, args, kwargs, session, options.is_submitted)
     division = divided(session, callee, arguments, options)
     pack_tables(arguments, division, callee.name)
     for argument in arguments:
@@ -162,7 +155,7 @@ def _made(
     listed = [argument for argument in arguments if argument.kind == "object"]
     if listed:
         objects = _objects(session, callee, [a.value for a in listed], [a.label for a in listed])
-    callee.load(session, None)
+    callee.load(session)
     plan = Plan(session, callee, lane, arguments, division, options, callee.object_room, before)
     keep(callee, key, plan)
     values = [a.contents if a.contents is not None else a.value if a.array is None else a.array for a in arguments]

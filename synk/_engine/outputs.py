@@ -122,10 +122,6 @@ class Outputs:
         is_copied = all(not share.op for shares in self._shares.values() for share in shares)
         self.can_be_placed = bool(self.result_nbytes) and is_copied
 
-    def fits(self, voters: Sequence[int]) -> bool:
-        """Whether it serves a call of these ranks."""
-        return self.voters is voters or self.voters == voters
-
     @staticmethod
     def _own_views(layout: Layout, slot: Segment | None) -> list[np.ndarray | None]:
         """Return a voter's arrays in its slot, and the places of pickles there. Large ones are brought by the ranks."""

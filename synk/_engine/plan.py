@@ -62,8 +62,8 @@ class Plan(Thing):
         How the outputs of the last call were combined.
     layouts : dict of int to Layout
         By rank, what the last outputs looked like.
-    fitted : Division or None
-        The last one that :meth:`fits`.
+    fits : bool
+        Whether the rows of the last division have room, and are told as the plan says.
     moved : tuple of Transfer
         What the last call has transferred; the outputs come last.
     is_outgrown : bool
@@ -136,7 +136,7 @@ class Plan(Thing):
         self.layouts: dict[int, Any] = {}
         self.is_outgrown = False
         self.division: Division | None = None
-        self.fitted: Division | None = None
+        self.fits = True
         self._chosen: Any = None
         self._targets: list[tuple[int, np.ndarray, str, str]] = []
         self._num_targets = -1
@@ -248,19 +248,13 @@ class Plan(Thing):
         lengths = [(label, count) for (_, _, label), count in zip(self.row_leaves, counts)]
         self.division = divide(session, callee, lengths, self.shards, batch, num_ranks)
         self._chosen = chosen
-        return self.division
-
-    def fits(self, division: Division) -> bool:
-        """Whether the rows of a call have room, and are told as the plan says."""
-        if self.is_outgrown or division.count > self.row_room:
-            return False
-        is_fitting = (
-            self.has_indices == (self._has_rows_in_place and division.indices is not None)
-            and self.has_local == (division.local_indices is not None)
-            and self.look.is_rowless == (division.selection is None)
+        self.fits = (
+            self.division.count <= self.row_room
+            and self.has_indices == (self._has_rows_in_place and self.division.indices is not None)
+            and self.has_local == (self.division.local_indices is not None)
+            and self.look.is_rowless == (self.division.selection is None)
         )
-        self.fitted = division if is_fitting and not self.table_rooms else None
-        return is_fitting
+        return self.division
 
     def stage(self, values: Sequence[Any], objects: Sequence[Any], division: Division, callee: Any) -> int:
         """Copy what is passed by value, and return how many bytes of arrays that are.

@@ -183,7 +183,7 @@ class Pool:
         function.meet_classes(job.new_classes)
         job.new_classes.clear()
         job.num_begun += 1
-        function.load(session, deadline)
+        function.load(session)
         if session.functions.unsettled:
             session.load(repr(function.name), deadline)
         job.check()

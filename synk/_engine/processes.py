@@ -52,7 +52,6 @@ class Worker:
         self.rank = rank
         self.num_starts = 0
         self.is_prepared = True
-        self.exit_text = ""
         self.begin(process, None)
         self.is_dead = True
 

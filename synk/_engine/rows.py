@@ -167,7 +167,7 @@ def divide(
         return Division(selection, shares, None, "")
     else:
         if not callee.per_rank:
-            sources = closed_over_shards(session, callee, None)
+            sources = closed_over_shards(session, callee)
             if not sources:
                 check_rowless(callee.ops, name)
         bounds, unequal = own_rows(sources, world_size, name)
@@ -239,9 +239,9 @@ def assign(
     return assign_owned(batch, lengths, repr(function_name))
 
 
-def closed_over_shards(session: Any, function: Any, deadline: float | None) -> list[Any]:
+def closed_over_shards(session: Any, function: Any) -> list[Any]:
     """Return the sharded variables that a function closes over. They are known once it has been sent."""
-    function.load(session, deadline)
+    function.load(session)
     return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.number)
 
 

@@ -45,7 +45,7 @@ RESTART_WINDOW_S = 60.0
 
 
 class Owed:
-    """A message in flight: a call, or a question. Some ranks owe it a reply.
+    """A message in flight: a call, or a question, such as a share of a result. Some ranks owe it a reply.
 
     Attributes
     ----------
@@ -62,7 +62,6 @@ class Owed:
 
     number = 0
     phase = "call"
-    is_abandoned = False
     has_news = False
 
     def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
@@ -82,6 +81,7 @@ class Owed:
 class Workers:
     """All ranks: one operation on them at a time."""
 
+    functions: Any  # see ``captures``
     grace_s = GRACE_S
     """How long ranks that are interrupted may take to answer."""
 
@@ -99,7 +99,6 @@ class Workers:
         self.redo: tuple[Sequence[Any], Sequence[int], int] | None = None
         self.cause: BaseException | None = None
         self.is_closing = self.is_exiting = self.is_interrupted = False
-        self.parcels: Any = None  # the book's; see ``captures``
         self.settings = Reader()
         self.settings_values: list[Any] | None = None
         self.settings_state = 0
@@ -205,7 +204,7 @@ class Workers:
             self.counters["messages_down"] += 1
             if (
                 worker.known.issuperset(numbers)
-                and worker.parcels_state == self.parcels.state
+                and worker.parcels_state == self.functions.state
                 and worker.settings_state == self.settings_state
                 and not worker.forgets
             ):
@@ -227,7 +226,7 @@ class Workers:
         worker.stale -= told
         worker.parcels |= parcels
         worker.forgets = []
-        worker.parcels_state, worker.settings_state = self.parcels.state, self.settings_state
+        worker.parcels_state, worker.settings_state = self.functions.state, self.settings_state
 
     def _news(self, worker: Worker, things: Sequence[Thing]) -> tuple[Any, list[Segment], set[int]]:
         """Return what a rank lacks, in an order in which each thing finds what it needs."""
@@ -257,7 +256,7 @@ class Workers:
                     return
             told.add(number)
 
-        lacking, of_parcels, referred = self.parcels.lacking(worker)
+        lacking, of_parcels, referred = self.functions.lacking(worker)
         for each in (*of_parcels, *referred):
             tell(each)
         for each in things:

@@ -219,7 +219,7 @@ class RankPlan:
         self._look_at(rank)
         self.rows, self._in_place = numbers, in_place
         low, high = self._rows = numbers[0], numbers[1]
-        rank.begin_call(self, number)  # it lets go of the plan before, whose views of these inputs count no more
+        rank.begin_call(self)  # it lets go of the plan before, whose views of these inputs count no more
         self._num_references = sum(map(sys.getrefcount, self._watched))
         look = self.look
         if look.changes:
@@ -238,7 +238,7 @@ class RankPlan:
         if look.changes:
             rank.changes.finish()
             rank.hold_back(False)  # an interrupt may wait for this
-        rank.end_function(self)
+        rank.end_function()
         return self.outputs.publish(rank, result)
 
     def _run(self, rank: Any, objects: Sequence[Any], numbers: tuple[int, ...]) -> Any:

@@ -302,8 +302,8 @@ class DeviceRank(Rank):
         with self.backend.running():
             return super().answer(order, body, fds)
 
-    def begin_call(self, plan: Any, number: int) -> None:
-        super().begin_call(plan, number)
+    def begin_call(self, plan: Any) -> None:
+        super().begin_call(plan)
         self.lane.kept = {}
         for word in _COPIED:
             self.lane.own_up[word] = 0

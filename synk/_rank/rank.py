@@ -399,14 +399,14 @@ class Rank:
 
     # -- during a call ------------------------------------------------------------------------------------------------
 
-    def begin_call(self, plan: RankPlan, number: int) -> None:
+    def begin_call(self, plan: RankPlan) -> None:
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
         self.variables.begin(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
-    def end_function(self, plan: RankPlan) -> None:
+    def end_function(self) -> None:
         """Settle what the function has done besides its result."""
         self.end_if_copy()
         if self.peers.is_communicating:
