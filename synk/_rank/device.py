@@ -236,7 +236,7 @@ class DeviceReplica(Replica):
         if self._store.is_far:
             return True
         participates = self._store.call_down[:, Down.PARTICIPATES]
-        if self._known.is_sharded or participates.all():
+        if self._is_sharded or participates.all():
             return False
         return int(participates.argmax()) == self._store.rank
 
@@ -262,7 +262,7 @@ class DeviceReplica(Replica):
         if self._store.rank == 0:
             return [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
         empty = self._store.backend.xp.empty
-        return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
+        return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._dtypes)]
 
     def fetch(self) -> None:
         """Copy the value to its place in shared memory."""

@@ -24,7 +24,6 @@ from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
 from synk._wire.messages import ON_DEVICE, OWN_A, OWN_B, Assigned, spare_of
 from synk._wire.variables import (
-    Declaration,
     Shapes,
     check_value,
     flatten_value,
@@ -51,20 +50,20 @@ class Replica:
 
     # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
     __slots__ = (
-        "_declaration", "_is_reserved", "_kept", "_places", "_shapes", "_store", "_structure", "_views", "_word",
+        "_dtypes", "_is_reserved", "_is_sharded", "_kept", "_name", "_places", "_shapes", "_skeleton", "_store",
+        "_structure", "_views", "_word", "variable_id",
     )  # fmt: skip
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
-        self._declaration: Declaration | None = None
         self._shapes: list[Shapes] = [()] * 4
         self._views: list[list[np.ndarray] | None] = [None] * 4
         self._structure: Any = None
 
     def told(self, number: int, payload: Any, segments: Sequence[Segment], rank: int) -> None:
         """Take in what the program says: the places, and the shapes of the value."""
-        name, skeleton, dtypes, is_sharded, _, _, places, found = payload
-        self._declaration = Declaration(number, name, skeleton, dtypes, is_sharded)
+        self._name, self._skeleton, self._dtypes, self._is_sharded, _, _, places, found = payload
+        self.variable_id = number
         self._word = memoryview(segments[0].view(rank * LINE_NBYTES, (1,), np.dtype(np.int64)).data)
         self._places = [(segments[k], at, nbytes) for k, at, nbytes in places]
         self._shapes, self._views = [found] * 4, [None] * 4
@@ -77,17 +76,12 @@ class Replica:
         """Load the structure of the value at its first use: that may import the user's modules, and fail, in a call."""
         if name != "_structure":
             return object.__getattribute__(self, name)  # raises
-        _, self._structure = flatten(pickle.loads(self._known.skeleton))
+        _, self._structure = flatten(pickle.loads(self._skeleton))
         return self._structure
 
     @property
-    def _known(self) -> Declaration:
-        assert self._declaration is not None
-        return self._declaration
-
-    @property
     def name(self) -> str:
-        return self._known.name
+        return self._name
 
     @property
     def _front(self) -> int:
@@ -95,11 +89,11 @@ class Replica:
 
     def _arrays(self, which: int) -> list[np.ndarray]:
         """Return views of the value in a place."""
-        dtypes, (segment, at, _) = self._known.dtypes, self._places[which]
-        offsets, _ = leaf_offsets(dtypes, self._shapes[which])
+        segment, at, _ = self._places[which]
+        offsets, _ = leaf_offsets(self._dtypes, self._shapes[which])
         return [
             segment.view(at + offset, shape, dtype)
-            for offset, shape, dtype in zip(offsets, self._shapes[which], dtypes)
+            for offset, shape, dtype in zip(offsets, self._shapes[which], self._dtypes)
         ]
 
     def leaves(self) -> list[np.ndarray]:
@@ -135,13 +129,12 @@ class Replica:
 
     def assign(self, value: Any) -> None:
         """Check ``value``, and keep it aside as the new one."""
-        declaration, shapes = self._declaration, self._shapes[self._front]
-        assert declaration is not None
+        shapes = self._shapes[self._front]
         if (  # the most frequent case, which needs no other check
             type(value) is np.ndarray
             and self._structure == "leaf"
             and not self._store.backend.is_device
-            and value.dtype == declaration.dtypes[0]
+            and value.dtype == self._dtypes[0]
             and value.shape == shapes[0]
         ):
             self._store.note_assigned(self, [self.keep(value, value.dtype)])
@@ -154,10 +147,8 @@ class Replica:
             )
         leaves = [self._store.from_user(leaf) for leaf in leaves]
         as_array = self._store.backend.as_array
-        arrays = check_value(
-            self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
-        )
-        self._store.note_assigned(self, [self.keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)])
+        arrays = check_value(self.name, leaves, self._dtypes, shapes, is_sharded=self._is_sharded, as_array=as_array)
+        self._store.note_assigned(self, [self.keep(array, dtype) for array, dtype in zip(arrays, self._dtypes)])
 
     def keep(self, array: Any, dtype: np.dtype) -> Any:
         """Return an assigned array in the form in which it is kept until the call ends."""
@@ -165,15 +156,11 @@ class Replica:
         array.flags.writeable = False
         return array
 
-    @property
-    def variable_id(self) -> int:
-        return self._known.variable_id
-
     def write_back(self, pending: Sequence[Any]) -> tuple[int, Segment | None]:
         """Write an assigned value into the own place that is no front. Return which, and memory that had to be made."""
         which = spare_of(self._front)
         found: Shapes = shapes_of(pending)
-        _, nbytes = leaf_offsets(self._known.dtypes, found)
+        offsets, nbytes = leaf_offsets(self._dtypes, found)
         segment, at, room = self._places[which]
         made = None
         if nbytes > room:
@@ -190,8 +177,7 @@ class Replica:
                             f"({error.strerror}). Free some Data, or use fewer rows per call."
                         ) from error
             self._is_reserved = True
-        offsets, _ = leaf_offsets(self._known.dtypes, found)
-        for offset, source, shape, dtype in zip(offsets, pending, found, self._known.dtypes):
+        for offset, source, shape, dtype in zip(offsets, pending, found, self._dtypes):
             self._store.backend.to_host(source, segment.view(at + offset, shape, dtype))
         return which, made
 
@@ -218,7 +204,7 @@ class Replica:
 
     @property
     def dtype(self) -> Any:
-        dtypes = list(self._known.dtypes)
+        dtypes = list(self._dtypes)
         return dtypes[0] if self._structure == "leaf" else unflatten(self._structure, dtypes)
 
     def __reduce__(self) -> Any:

@@ -260,7 +260,7 @@ class Again(WithOneMore):
 
 def _settled(replica: Any, leaves: Sequence[Any]) -> list[Any]:
     """Return what was assigned as the value for the next run, whatever the function does to its own arrays."""
-    if replica._known.is_sharded and len(leaves[0]) != len(replica.leaves()[0]):
+    if replica._is_sharded and len(leaves[0]) != len(replica.leaves()[0]):
         raise ValueError(
             f"cannot repeat a call: it has assigned {len(leaves[0])} rows to the shard of variable {replica.name!r}, "
             f"expected {len(replica.leaves()[0])} as before. Call the function again and again instead, so that rows "

@@ -1,36 +1,20 @@
-"""Shared variables as both halves know them: declarations, orders, and how a value lies in a buffer."""
+"""Shared variables as both halves know them: how a value is checked, and how it lies in a buffer."""
 
 from __future__ import annotations
 
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from synk._pure.arrays import as_held, as_plain_array
-from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.ranges import places_of
 from synk._pure.trees import describe, flatten
 from synk._wire.cell import cell
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-class Declaration(NamedTuple):
-    """One variable, as its rank must know it.
-
-    Attributes
-    ----------
-    skeleton : bytes
-        The pickled nesting of the value, with the position of each leaf in its place.
-    """
-
-    variable_id: int
-    name: str
-    skeleton: bytes
-    dtypes: tuple[Any, ...]
-    is_sharded: bool
 
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:
@@ -38,21 +22,8 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
 
 
 def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
-    """Return the byte offset of each leaf in a variable's buffer, and the buffer's size.
-
-    Leaves of one dtype lie side by side, so that a collective handles each dtype of a nested variable at once.
-    """
-    offsets = [0] * len(dtypes)
-    offset = 0
-    for position in leaf_order(dtypes):
-        offsets[position] = offset
-        offset += round_up(math.prod(shapes[position]) * dtypes[position].itemsize, LINE_NBYTES)
-    return offsets, offset
-
-
-def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
-    """Return leaf positions grouped by dtype."""
-    return sorted(range(len(dtypes)), key=lambda position: (dtypes[position].str, position))
+    """Return the byte offset of each leaf in a variable's buffer, and the buffer's size."""
+    return places_of([math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes)])
 
 
 def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
