@@ -24,8 +24,6 @@ class InlineProcess:
     """
 
     is_inline: ClassVar[bool] = True
-    exit_text = ""
-    started = 0.0
     is_open = False
 
     def __init__(self, rank: int) -> None:
@@ -53,16 +51,6 @@ class InlineProcess:
         self._replies.append(wire.REPLY.pack(0, wire.READY, *wire.NO_TIMES))
 
     def watched(self) -> list[tuple[int, str]]:
-        return []
-
-    def interrupt(self) -> None:
-        """Do nothing: a call runs in the thread that sends it, so it has ended when anybody can interrupt it."""
-
-    def forward_output(self, fd: int) -> bool:
-        """Do nothing: the rank prints to the streams of this process."""
-        return True
-
-    def stderr_since(self, began: float) -> list[str]:
         return []
 
     def stacks(self) -> str:
@@ -124,6 +112,3 @@ class InlineProcess:
         self._rank.variables.abandon()
         self._rank.slots.clear()
         self._rank.told_slots.clear()
-
-    def drain(self) -> None:
-        """Do nothing: bodies are taken by their orders."""

@@ -13,15 +13,12 @@ import copy
 import itertools
 import math
 import pickle
-import platform
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
-
-import numpy as np
 
 from synk._engine.processes import Processes, Worker
 from synk._engine.things import Thing, described
@@ -30,10 +27,10 @@ from synk._processes.reports import DeathReports, at_work, signs_of_life, stderr
 from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import deferred
 from synk._pure.words import text_of
-from synk._version import __version__
 from synk._wire import orders as wire
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
+from synk._wire.messages import versions
 from synk._wire.orders import Down
 from synk._wire.parcels import dumps
 from synk._wire.settings import Reader
@@ -626,7 +623,7 @@ class Workers:
 
     def _greet(self, worker: Worker) -> None:
         hello = pickle.loads(worker.hello)
-        mine = own_versions()
+        mine = versions()
         if hello["versions"] != mine:
             differing = [f"{k} {v} (program: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
             error = StartupError(f"cannot use worker rank {worker.rank}: it runs {', '.join(differing)}.")
@@ -736,8 +733,3 @@ def ended_with(what: str, error: BaseException) -> BaseException:
     cancelled = CallCancelled(f"the call of {what} was ended {why}. Submit it again.")
     cancelled.__cause__ = error if isinstance(error, Exception) else None
     return cancelled
-
-
-def own_versions() -> dict[str, str]:
-    """Return the versions that program and ranks must share."""
-    return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}

@@ -143,8 +143,8 @@ class Output:
     def _report(self, error: BaseException) -> None:
         if self._stream_name not in cell.broken_streams:
             cell.broken_streams.add(self._stream_name)
-            name, kind = self._stream_name, type(error).__name__
-            report("what workers print to %s is dropped: sys.%s raised %s: %s", name, name, kind, _text(error))
+            name = self._stream_name
+            report("what workers print to %s is dropped: sys.%s raised %s", name, name, text_of(error))
 
     def close(self) -> None:
         self.fd = NONE
@@ -204,13 +204,6 @@ def warn_at_users_line(text: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "synk":
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # the user's ``__str__``; not Ctrl-C
-        return "?"
 
 
 class Records:

@@ -72,7 +72,6 @@ class RankPlan:
         self._watched: list[np.ndarray] = []
         self._num_references = 0
         self._object_stop = 0
-        self._rows = (0, 0)
         self.rows: tuple[int, ...] = ()
         self._in_place = 0
 
@@ -205,7 +204,7 @@ class RankPlan:
             own = unpacked(base[rank.rank])
             return taken_rows(own, slice(low - first, high - first)) if self.look.num_slices > 1 else own
         if kind == "resident":
-            return rank.residents.get(each.segment_id).value
+            return rank.residents[each.segment_id].value
         if kind == "replica":
             return variables.whole_of(each.segment_id)
         if self.look.local_at >= 0:
@@ -218,7 +217,7 @@ class RankPlan:
         """Run the call and publish its outputs."""
         self._look_at(rank)
         self.rows, self._in_place = numbers, in_place
-        low, high = self._rows = numbers[0], numbers[1]
+        low, high = numbers[:2]
         rank.begin_call(self)  # it lets go of the plan before, whose views of these inputs count no more
         self._num_references = sum(map(sys.getrefcount, self._watched))
         look = self.look
@@ -278,7 +277,7 @@ class RankPlan:
         staging = self._staging
         assert staging is not None and self._root is not None
         start = byte_bounds(self._root)[0]
-        low, high = self._rows
+        low, high = self.rows[:2]
         rank.backend.forget_segment(staging)
         if not staging.is_private:
             pages.map_privately(start, staging.nbytes, staging.fd)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
-import platform
 import select
 import signal
 import socket
 import threading
 from typing import Any
 
-import numpy as np
-
 from synk._rank import process
 from synk._rank.failpoints import arm
 from synk._rank.failures import dumps, pack_failure
 from synk._rank.rank import Rank
-from synk._version import __version__
 from synk._wire import orders as wire
 from synk._wire.lifeline import tie_to_program
 from synk._wire.logs import send_records
 from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
+from synk._wire.messages import versions
 from synk._wire.orders import Up
 from synk._wire.patience import Patience
 from synk.backends import backend_module
@@ -101,11 +98,8 @@ def open_rank(rank: int, world_size: int, backend_name: str, device: str, *other
 
 def hello_of(rank: Rank) -> bytes:
     """Return what a rank says first."""
-    versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
-    return pickle.dumps(
-        {"versions": versions, "device": rank.backend.describe() + (f" on {rank.host}" if rank.host else "")},
-        protocol=5,
-    )
+    device = rank.backend.describe() + (f" on {rank.host}" if rank.host else "")
+    return pickle.dumps({"versions": versions(), "device": device}, protocol=5)
 
 
 def _serve(rank: Rank, link: wire.Link, program_fd: int, spin_s: float) -> None:
@@ -146,7 +140,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
         try:
             body, fds = link.receive_body(number)
         except Exception as error:  # this process hit a limit, or cannot load it: the program sends all again
-            link.send_body(number, pack_failure(error, rank.number, rank.device))
+            link.send_body(number, pack_failure(error, rank.rank, rank.device))
             link.write(wire.REPLY.pack(number, wire.UNREAD, *wire.NO_TIMES))
             return True
     status, content, segments = rank.answer(order, body, fds)
@@ -158,7 +152,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
             link.send_body(number, content, segments)
         except SharedMemoryError as error:  # a long body needs a descriptor, this short error does not
             status = wire.FAILED
-            link.send_body(number, pack_failure(error, rank.number, rank.device))
+            link.send_body(number, pack_failure(error, rank.rank, rank.device))
         rank.failpoint("call.after_header")
         for segment in segments:
             segment.close_fd()  # after a SYNC other memory is made

@@ -158,7 +158,7 @@ class RankOutputs:
             raise
         except BaseException as error:  # __reduce__ of a result is the user's code
             raise SerializationError(
-                f"cannot send the result of {self._function.name!r} from rank {rank.number} ({what}): "
+                f"cannot send the result of {self._function.name!r} from rank {rank.rank} ({what}): "
                 f"{text_of(error)}. "
                 "Return arrays, numbers or picklable objects (a generator: return list(...))."
             ) from error

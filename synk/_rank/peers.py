@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from synk.cuda._group import WorkerGroup
 
 
-_CALL, _GROUP = int(Down.CALL), int(Down.GROUP)
+_CALL, _GROUP = int(Down.CALL), int(Down.GROUP)  # members of an enumeration are slow to look up
 
 
 class RankLane:
@@ -55,7 +55,6 @@ class RankLane:
         self.own_up = memoryview(self.up[rank])
         self.collective: Segment | None = None
         self.communicator: Any = None
-        self.has_waited = False
         self.left, self.sleeps = (memoryview(np.zeros(count, np.int64).data) for count in (world_size, 0))
         self.called: Any = None
         self.waited_ns = 0
@@ -80,18 +79,11 @@ class RankLane:
         """Return the number of rows of each rank that runs the current call."""
         return {rank: row[Down.ROWS] for rank, row in enumerate(self.down.tolist()) if row[Down.PARTICIPATES]}
 
-    def note_waits(self, waited_ns: int) -> None:
-        """Note how long this rank has waited for others in the call."""
-        self.has_waited = waited_ns > 0
-        self.waited_ns = waited_ns
-
     def wake_sleepers(self) -> None:
         """Wake peers that may wait for this rank, which has left the call."""
         if reduce(or_, self.sleeps, 0) & 1:
             self.communicator.wake_sleepers()
 
-
-_CALL = int(Down.CALL)  # members of an enumeration are slow to look up
 
 # How long a rank waits awake for another one at most. Longer times gained nothing more.
 AWAKE_S = 200e-6
@@ -160,16 +152,14 @@ class Peers:
 
     def leave_call(self, lane: Any) -> None:
         """Say that this rank has left the call, so that no rank waits for it. Sleepers are woken after the reply."""
-        rank, call = self._rank, lane.first_down[_CALL]
+        rank, call, lane.waited_ns = self._rank, lane.first_down[_CALL], 0
         if self.is_communicating:
             assert lane.communicator is not None
             self.is_communicating = False
             self.short_path = self.current = None
             lane.communicator.end()
-            lane.note_waits(lane.communicator.patience.waited_ns)
-            lane.communicator.patience.waited_ns = 0
-        elif lane.has_waited:  # in an earlier call
-            lane.note_waits(0)
+            patience = lane.communicator.patience
+            lane.waited_ns, patience.waited_ns = patience.waited_ns, 0
         lane.left[rank] = call  # last: from here on no other rank counts on this one
 
     # -- collectives --------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class Rank:
             self.process_group is not None and self.process_group.is_lost_peer(error)
         )
         error = self.backend.explain(error, repr(self.function_name))
-        failure = pack_failure(error, self.number, self.device, is_collateral=is_collateral)
+        failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
         drop_frames(error)
         return failure
 
@@ -366,7 +366,7 @@ class Rank:
             return
         held = self.held.pop(number, None)
         self.variables.forget(number)
-        self.residents.forget(number)
+        self.residents.pop(number, None)
         if isinstance(held, Segment):
             self.backend.forget_segment(held)
             held.close()
@@ -380,7 +380,7 @@ class Rank:
 
     def dumped(self, resident: int, wanted: str) -> bytes:
         """Return a resident object pickled: its ``"state"`` for ranks; what is ``"kept"``, or all, for the program."""
-        found = self.residents.get(resident)
+        found = self.residents[resident]
         if wanted == "state":
             return found.state()
         return dumps(found.value if wanted == "whole" else found.kept())
@@ -468,10 +468,6 @@ class Rank:
             self.interrupt()
 
     # -- who it is ----------------------------------------------------------------------------------------------------
-
-    @property
-    def number(self) -> int:
-        return self.rank
 
     @property
     def rng(self) -> np.random.Generator:

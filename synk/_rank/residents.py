@@ -61,24 +61,15 @@ class RankResident:
         return restore
 
 
-class RankResidents:
+class RankResidents(dict[int, RankResident]):
     """All resident objects of one rank, by number."""
-
-    def __init__(self) -> None:
-        self._objects: dict[int, RankResident] = {}
-
-    def get(self, number: int) -> RankResident:
-        return self._objects[number]
-
-    def forget(self, number: int) -> None:
-        self._objects.pop(number, None)
 
     def told(self, number: int, payload: Any) -> None:
         """Take in an object, or the state of one. Functions may hold the object already, so it stays the same."""
         name, version, data, state = payload
-        found = self._objects.get(number)
+        found = self.get(number)
         if found is None:
-            found = self._objects[number] = RankResident(name, pickle.loads(data), version)
+            found = self[number] = RankResident(name, pickle.loads(data), version)
         elif found.version != version or state is None:
             found.__init__(name, pickle.loads(data), version)  # type: ignore[misc]
         if state is not None:
@@ -103,7 +94,7 @@ class Changes:
     def begin(self, number: int, residents: RankResidents, changed: Sequence[int]) -> None:
         """Mark the objects that a call is about to change."""
         self._number, self._has_finished, self._outcomes = number, False, {}
-        self.undo = {each: residents.get(each).mark() for each in changed}
+        self.undo = {each: residents[each].mark() for each in changed}
 
     def finish(self) -> None:
         """Note that the function of the call has come to its end."""

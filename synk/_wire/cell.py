@@ -69,7 +69,7 @@ def refuse_inside_worker(verb: str) -> None:
     """Raise ReentrancyError if this thread runs a function: synk's verbs cannot be used there."""
     if is_inside_worker():
         raise ReentrancyError(
-            f"cannot {verb} inside worker rank {cell.worker.number}: a function runs on one device and cannot use the "
+            f"cannot {verb} inside worker rank {cell.worker.rank}: a function runs on one device and cannot use the "
             "runtime. Call it in the program; synk.comm has collectives for functions that all ranks run together."
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from synk._pure.arrays import address_of
 from synk._wire.mapping import owned
 
 _files: weakref.WeakKeyDictionary[Any, tuple[int, int] | None] = weakref.WeakKeyDictionary()
@@ -40,7 +41,7 @@ def recipe_of_map(array: np.ndarray, modes: tuple[str, ...] = ("r",)) -> Any:
     file = status.st_dev, status.st_ino
     if file != _files[owner.base]:
         return None
-    offset = owner.offset + _address(array) - _address(owner)
+    offset = owner.offset + address_of(array) - address_of(owner)
     return map_again, (path, file, offset, array.dtype, array.shape, array.strides, type(array) is np.memmap)
 
 
@@ -89,7 +90,7 @@ def check_length(array: np.ndarray, what: str) -> None:
     """Raise ValueError if the file of a map is too short for an array in it: reading it would end the process."""
     owner = map_of(array)
     assert owner is not None
-    size, needed = os.stat(str(owner.filename)).st_size, owner.offset + byte_bounds(array)[1] - _address(owner)
+    size, needed = os.stat(str(owner.filename)).st_size, owner.offset + byte_bounds(array)[1] - address_of(owner)
     if size < needed:
         raise ValueError(
             f"cannot pass {what}: got a memory map of {owner.filename}, which has {size} bytes by now, expected "
@@ -110,7 +111,7 @@ def _file_of(owner: np.memmap) -> tuple[int, int] | None:
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
         with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 1, access=mmap.ACCESS_READ) as page:
-            theirs, ours = _files_at([_address(owner), _address(np.frombuffer(page, np.uint8))])
+            theirs, ours = _files_at([address_of(owner), address_of(np.frombuffer(page, np.uint8))])
             return (status.st_dev, status.st_ino) if theirs == ours is not None else None
     return None
 
@@ -126,7 +127,3 @@ def _files_at(addresses: list[int]) -> list[tuple[bytes, bytes] | None]:
                 if low <= address < high:
                     found[position] = device, inode
     return found
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -148,7 +148,7 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private",
+        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_private",
         "is_staging", "is_worker_writable", "mapping", "nbytes", "offset",
     )  # fmt: skip
 
@@ -173,7 +173,6 @@ class Segment:
         self.offset = offset
         self.nbytes = nbytes
         self.arena = arena
-        self.is_owner = arena is None  # of the descriptor
         self.is_arena = self.is_staging = False
         self.is_private = arena is not None and arena.is_private
         self.is_worker_writable = arena is not None and arena.is_worker_writable
@@ -230,7 +229,7 @@ class Segment:
     @property
     def fd(self) -> int:
         """The descriptor to pass on; -1 if there is none."""
-        return self.mapping.fd if self.is_owner and self.mapping is not None else NONE
+        return self.mapping.fd if self.arena is None and self.mapping is not None else NONE
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on. No copy."""
@@ -244,7 +243,7 @@ class Segment:
 
     def close_fd(self) -> None:
         """Close the descriptor of a segment that this process will not pass on. The mapping stays."""
-        if self.is_owner and self.mapping is not None:
+        if self.arena is None and self.mapping is not None:
             self.mapping.close_fd()
 
     def release(self) -> MappedFile | None:
@@ -267,7 +266,7 @@ class Segment:
         # Workers go on mapping the file until they have read that they must forget it, and find zeros there after the
         # punch. So the caller must be sure that no call in flight reads it (see ``Memory.forget``).
         mapping = self.release()
-        if mapping is None or not self.is_owner:
+        if mapping is None or self.arena is not None:
             return
         fd = mapping.take_fd()
         if fd < 0:

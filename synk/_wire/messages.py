@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import pickle
+import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._version import __version__
 from synk._wire.cell import cell
 from synk._wire.classes import fill_class
 from synk._wire.memory import Segment
@@ -38,6 +40,11 @@ MAX_ROOM_NBYTES = LARGE_NBYTES // 2
 
 MAX_ROOMS_NBYTES = 1 << 20
 """How much of a slot a call's pickles may take together: slots are kept."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that program and ranks must share."""
+    return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
 
 
 class Input(NamedTuple):
@@ -361,4 +368,4 @@ def resolve_resident(resident_id: int) -> Any:
         raise pickle.UnpicklingError(
             "cannot load a resident object here: it can only be used on the workers of its runtime."
         )
-    return cell.worker.residents.get(resident_id)
+    return cell.worker.residents[resident_id]

@@ -64,7 +64,7 @@ def moment() -> Moment:
     """Return what this rank knows now."""
     worker = cell.worker
     rng = worker.rng.bit_generator  # first, since this imports NumPy's generators
-    return Moment(worker.number, worker.ranks, worker.backend.device, generator_states(), rng)
+    return Moment(worker.rank, worker.ranks, worker.backend.device, generator_states(), rng)
 
 
 class Taken(Around):
@@ -83,7 +83,7 @@ class Taken(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         worker = cell.worker
-        if worker.number != self._rank:
+        if worker.rank != self._rank:
             return None
         return dumps((args, kwargs)), worker.ranks, worker.num_rows, worker.total_rows  # read-only arrays stay so
 
@@ -115,7 +115,7 @@ class ReplayedRank:
     """Stands for the rank in ``synk.comm``, for a body that runs without the other ranks."""
 
     def __init__(self, moment: Moment, ranks: tuple[int, ...], num_rows: int, total_rows: int) -> None:
-        self.number, self.ranks, self.num_rows, self.total_rows = moment.rank, ranks, num_rows, total_rows
+        self.rank, self.ranks, self.num_rows, self.total_rows = moment.rank, ranks, num_rows, total_rows
         self.backend, self.device, self.rng = self, moment.device, np.random.Generator(moment.rng)
         self.thread = threading.get_ident()
 

@@ -111,7 +111,7 @@ class Comm(Hinting):
     def rank(self) -> int:
         worker = _worker()
         ranks: tuple[int, ...] = worker.ranks
-        return ranks.index(worker.number)
+        return ranks.index(worker.rank)
 
     @property
     def world_size(self) -> int:

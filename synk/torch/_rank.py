@@ -71,7 +71,7 @@ class RankReplica:
         """Call the user's function on the objects and this rank's rows."""
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
-        seed_generators(self.options.seed, int(trains), self.num_steps, cell.worker.number)
+        seed_generators(self.options.seed, int(trains), self.num_steps, cell.worker.rank)
         return self.run_as_is(fn, trains, args, kwargs)
 
     def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
