@@ -93,8 +93,7 @@ class _Follower:
     """A finder that finds nothing itself: at the end of each import of one module it calls ``act``."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self.name = name
-        self._act = act
+        self.name, self.act = name, act
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.name:
@@ -108,16 +107,22 @@ class _Follower:
             def execute_and_act(module: ModuleType) -> None:
                 execute(module)
                 if module.__name__ == name:  # a loader may serve several modules
-                    self._act(module)
+                    self.act(module)
 
             spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
 
 
+def follow(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call ``act`` with a module after each import to come."""
+    known = [(finder.name, finder.act) for finder in sys.meta_path if isinstance(finder, _Follower)]
+    if (name, act) not in known:
+        sys.meta_path.insert(0, _Follower(name, act))
+
+
 def at_import(name: str, act: Callable[[ModuleType], None]) -> None:
     """Call ``act`` with a module: now if it is imported, and after each import to come. Imports nothing itself."""
-    if not any(isinstance(finder, _Follower) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Follower(name, act))
+    follow(name, act)
     if sys.modules.get(name) is not None:
         act(importlib.import_module(name))  # waits for another thread that is importing it
 

@@ -6,7 +6,6 @@ What a function sets itself stays, as in a plain program, until the program's ow
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import logging
 import pickle
@@ -15,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from synk._pure.environment import follow
 from synk._wire.settings import SETTINGS
 
 _log = logging.getLogger("synk")
@@ -47,13 +47,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Settings:
-    """The settings of one rank. While some of them wait for a module to be imported, this is also a module finder."""
+    """The settings of one rank."""
 
     def __init__(self) -> None:
         self._data = b""
         self._set: dict[str, Any] = {}  # by name, as the program told them
-        self._awaited: set[str] = set()  # modules that are not imported yet
-        self._begun: set[str] = set()  # modules that are being imported
         self._is_importing = False
 
     def told(self, name: str, default: Any) -> Any:
@@ -78,42 +76,21 @@ class Settings:
         if self._data:
             self._apply()
 
-    def _apply(self) -> None:
+    def _apply(self, imported: Any = None) -> None:
+        """Apply what can be: also at the end of the import of a module for which some of them wait."""
         unpickler = _Unpickler(self._data)
         told: dict[str, Any] = unpickler.load()
-        self._awaited = unpickler.missing
         for name, value in told.items():
             library = SETTINGS[name].library
-            if library not in sys.modules or library in self._begun:
-                self._awaited.add(library)
+            module: Any = sys.modules.get(library)
+            spec = None if module is imported else getattr(module, "__spec__", None)
+            if module is None or getattr(spec, "_initializing", False):  # the import has not come to its end
+                unpickler.missing.add(library)
             elif not (self._is_importing and library == "warnings") and self._set.get(name, _nothing) != value:
                 self._set[name] = value
                 try:
-                    SETTINGS[name].set(sys.modules[library], value)
+                    SETTINGS[name].set(module, value)
                 except Exception as error:
                     _log.warning("a worker cannot follow the program's %s (%r): %s", name, value, error)
-        if self._awaited and self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
-        elif not self._awaited and self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec of a module that settings wait for. At the end of its import they are applied."""
-        if name not in self._awaited:
-            return None
-        self._awaited.discard(name)
-        spec = importlib.util.find_spec(name)
-        execute = getattr(spec and spec.loader, "exec_module", None)
-        if execute is None:
-            return spec
-
-        def execute_and_set(module: Any) -> None:
-            self._begun.add(name)
-            try:
-                execute(module)
-            finally:
-                self._begun.discard(name)
-                self._apply()
-
-        spec.loader.exec_module = execute_and_set  # type: ignore[union-attr, method-assign]
-        return spec
+        for name in unpickler.missing:
+            follow(name, self._apply)
