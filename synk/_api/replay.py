@@ -143,9 +143,7 @@ def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, 
             (each.name, each[rank] if isinstance(each, Shared) else each.get(rank), isinstance(each, Shared))
             for each in handles
         ]
-        reader = Reader()
-        values = reader.read()
-        body["settings"] = dict(zip(reader.names, values))
+        body["settings"] = Reader().read()
         text = f"{_MAGIC}\n{what}: {' '.join(text_of(error).split())}\n{_SAID}"
         data = text.encode() + dumps({**body, "code": code.getvalue()})
         os.makedirs(folder, exist_ok=True)

@@ -97,7 +97,7 @@ class Workers:
         self.cause: BaseException | None = None
         self.is_closing = self.is_exiting = self.is_interrupted = False
         self.settings = Reader()
-        self.settings_values: list[Any] | None = None
+        self.settings_values: dict[str, Any] | None = None
         self.settings_state = 0
         self.has_dead = False
         self.all_ready = False
@@ -260,7 +260,7 @@ class Workers:
             tell(each)
         settings = None
         if worker.settings_state != self.settings_state and self.settings_values is not None:
-            settings = dumps(dict(zip(self.settings.names, self.settings_values)))
+            settings = dumps(self.settings_values)
         search_path = ([entry for entry in sys.path if isinstance(entry, str)], levels()) if lacking else None
         return (list(worker.forgets), lacking, items, settings, search_path, worker.heard), segments, told
 

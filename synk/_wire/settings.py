@@ -149,17 +149,11 @@ SETTINGS: dict[str, Setting] = {
 
 
 class Reader:
-    """Reads the settings of all libraries that are imported.
-
-    Attributes
-    ----------
-    names : list of str
-        The names of the settings that were read last.
-    """
+    """Reads the settings of all libraries that are imported."""
 
     def __init__(self) -> None:
         self._num_modules = 0
-        self.names: list[str] = []
+        self._names: list[str] = []
         self._readers: list[tuple[Callable[[], Any], Any]] = []  # each with what it has read last
 
     def may_differ(self) -> bool:
@@ -171,15 +165,15 @@ class Reader:
                 return True
         return False
 
-    def read(self) -> list[Any]:
-        """Return the values of the settings for this thread."""
+    def read(self) -> dict[str, Any]:
+        """Return the values of the settings for this thread, by name."""
         if len(sys.modules) != self._num_modules:
             self._find()
         found = [read() for read, _ in self._readers]
         self._readers = [
             (read, [*value] if type(value) is list else value) for (read, _), value in zip(self._readers, found)
         ]
-        return [SETTINGS[name].meaning(value) for name, value in zip(self.names, found)]
+        return {name: SETTINGS[name].meaning(value) for name, value in zip(self._names, found)}
 
     def _find(self) -> None:
         num_modules, found = len(sys.modules), {}
@@ -191,15 +185,13 @@ class Reader:
                 except AttributeError:  # another thread is importing it
                     found.pop(name, None)
                     num_modules = 0
-        self.names, self._num_modules = list(found), num_modules
+        self._names, self._num_modules = list(found), num_modules
         self._readers = [(read, None) for read in found.values()]
 
 
 def apply(settings: Mapping[str, Any]) -> None:
     """Set those that differ, of libraries that are imported, for this thread."""
-    reader = Reader()
-    values = reader.read()
-    for name, value in zip(reader.names, values):
+    for name, value in Reader().read().items():
         if settings.get(name, value) != value:
             SETTINGS[name].set(sys.modules[SETTINGS[name].library], settings[name])
 
@@ -207,9 +199,7 @@ def apply(settings: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Restore the settings that the body changes."""
-    reader = Reader()
-    values = reader.read()
-    before = dict(zip(reader.names, values))
+    before = Reader().read()
     try:
         yield
     finally:
