@@ -42,17 +42,6 @@ class _Arena:
             return None
 
 
-class _Tenant(weakref.ref[np.ndarray]):
-    """A weak reference to the array behind all views of a value, which knows where the value lies."""
-
-    __slots__ = ("arena", "arenas", "generation", "nbytes", "offset")
-    arena: _Arena
-    arenas: list[_Arena]
-    generation: int
-    nbytes: int
-    offset: int
-
-
 class Arenas:
     """The small segments of one runtime.
 
@@ -71,9 +60,10 @@ class Arenas:
         self._released = released
         self._ids = ids
         self._by_kind: dict[tuple[int, bool], list[_Arena]] = {}
-        # By ``id()`` of the tenant. A weak reference that nobody holds is never called.
-        self._tenants: dict[int, _Tenant] = {}
-        self._ended: deque[_Tenant] = deque()  # filled in C, see ResultPool
+        # By ``id()`` of a weak reference to the array behind all views of a value: the reference, which is never called
+        # if nobody holds it, and where the value lies.
+        self._tenants: dict[int, tuple[weakref.ref[np.ndarray], _Arena, list[_Arena], int, int, int]] = {}
+        self._ended: deque[weakref.ref[np.ndarray]] = deque()  # filled in C, see ResultPool
 
     def create(self, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
         """Allocate a segment of at least ``nbytes`` bytes, filled with zeros. A small one lies in an arena.
@@ -110,28 +100,28 @@ class Arenas:
         except BaseException:
             arena.free.append(offset)
             raise
-        tenant = _Tenant(segment.buffer, self._ended.append)
-        tenant.arena, tenant.arenas, tenant.offset, tenant.nbytes = arena, arenas, offset, nbytes
-        tenant.generation = segment.generation
-        self._tenants[id(tenant)] = tenant
+        reference = weakref.ref(segment.buffer, self._ended.append)
+        self._tenants[id(reference)] = reference, arena, arenas, offset, nbytes, segment.generation
         return segment
 
     def sweep(self) -> None:
         """Free the places whose segment and views are gone. Any thread may call it at any time."""
         while self._ended:
             try:
-                tenant = self._ended.popleft()
+                reference = self._ended.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._tenants.pop(id(tenant), None)
-            arena = tenant.arena
-            if tenant.generation == forks.count:
+            tenant = self._tenants.pop(id(reference), None)
+            if tenant is None:  # all were dropped meanwhile
+                continue
+            _, arena, arenas, offset, nbytes, generation = tenant
+            if generation == forks.count:
                 # Cleared first: another thread may take the place as soon as it is free, and must find zeros there.
-                _clear(arena.segment, tenant.offset, tenant.nbytes)
-                arena.free.append(tenant.offset)
+                _clear(arena.segment, offset, nbytes)
+                arena.free.append(offset)
             else:
-                arena.retired.append(tenant.offset)
-            self._drop_if_empty(arena, tenant.arenas)
+                arena.retired.append(offset)
+            self._drop_if_empty(arena, arenas)
 
     def _drop_if_empty(self, arena: _Arena, arenas: list[_Arena]) -> None:
         """Give up an empty arena, unless it is the only one: that one is kept for the next value."""
