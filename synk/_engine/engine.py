@@ -21,7 +21,7 @@ from synk._engine.devices import check_not_lost
 from synk._engine.failures import rebuild
 from synk._engine.lanes import Joint, Lane
 from synk._engine.ledger import Transfer
-from synk._engine.outputs import Outputs, loaded_objects
+from synk._engine.outputs import Outputs, loaded
 from synk._engine.plan import Plan
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
@@ -29,7 +29,6 @@ from synk._engine.things import Living, Once, Thing
 from synk._engine.variables import Variable
 from synk._engine.workers import Owed, Workers
 from synk._pure.interrupts import deferred
-from synk._pure.ranges import nbytes_in_place, round_up
 from synk._wire import orders as wire
 from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
@@ -106,7 +105,7 @@ class Call(Owed):
         self.nbytes = plan.stage(self._values, objects, division, self.callee)
         engine.counters["bytes_staged"] += self.nbytes
         if objects or plan.table_rooms:
-            self._varying = plan.varying(self._values, objects)
+            self._varying = plan.varying_of(self._values, objects)
         self._values, self._objects = (), None
         target, things, numbers = plan.number, [plan], plan.known_by_all
         if plan.outputs is not None and plan.outputs.can_be_placed and self._lease_result(plan.outputs):
@@ -281,7 +280,8 @@ class Call(Owed):
         name, order = self.callee.name, None if self.division.owned is None else self.division.owned.order
         objects: list[list[Any]] = []
         if self._news:
-            objects = [loaded_objects(self._news.get(rank, []), name, rank) for rank in self.ranks]
+            sent = [(rank, self._news.get(rank, [])) for rank in self.ranks]
+            objects = [[loaded(data, name, rank, output) for output, data in own] for rank, own in sent]
         self.value = self.plan.outputs.build(self.division.rows, objects, self._root, order)
 
     def commit(self) -> None:
@@ -295,7 +295,7 @@ class Call(Owed):
         nbytes = plan.outputs.nbytes
         if self._news:
             nbytes += sum(len(each) for news in self._news.values() for _, each in news)
-        if self._varying or plan.moved[-1].nbytes != nbytes:
+        if self._varying != plan.varying or plan.moved[-1].nbytes != nbytes:
             plan.note_moved(self._varying, nbytes)
         now = time.monotonic_ns()
         wall_ns = now - self.started_ns
@@ -558,16 +558,15 @@ class Engine(Workers):
         moves: list[Any] = []
         if not any(assigned):
             return moves
-        by_number: dict[int, Any] = {each.number: each for each in self.variables}
         for rank, own in zip(ranks, assigned):
             for number, is_on_device, found in own:
-                variable = by_number[number]
+                variable: Any = self.variables.get(number)
                 which = variable.spare(rank) + (ON_DEVICE if is_on_device else 0)
                 variable.note_assigned(rank, which, found)
                 moves.append((variable, rank, which, found))
         absent = [rank for rank in range(self.world_size) if rank not in ranks]
         for number, _, found in assigned[0] if absent else ():
-            variable = by_number[number]
+            variable = self.variables.get(number)
             if variable.is_sharded:
                 continue
             # Ranks without rows get the value of the lowest rank that ran; otherwise replicas would drift apart.
@@ -589,9 +588,3 @@ class Engine(Workers):
             for key in [key for key, plan in plans.items() if segment.id in plan.segments or plan.staging is segment]:
                 plans.pop(key, None)
         segment.discard()
-
-
-def room_for_objects(parts: Sequence[Any], before: int) -> int:
-    """Return the room to give to objects: the next ones may be longer."""
-    needed = nbytes_in_place(parts)
-    return before if needed <= before else round_up(needed + needed // 4, 1 << 10)

@@ -8,13 +8,14 @@ from typing import Any
 from synk._engine.argument import HELD, Argument, classes_in, pack_tables, pickle_objects
 from synk._engine.arguments import classified, look
 from synk._engine.callee import Callee
-from synk._engine.engine import Call, room_for_objects
+from synk._engine.engine import Call
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, keep
 from synk._engine.residents import ResidentObject
 from synk._engine.rows import CallOptions, divided
 from synk._engine.session import Session
 from synk._pure.ops import EACH
+from synk._pure.ranges import nbytes_in_place, round_up
 
 PLAIN = CallOptions()
 
@@ -206,5 +207,7 @@ def _objects(session: Session, callee: Callee, values: list[Any], labels: list[s
     if classes:
         callee.meet_classes(classes)
     session.counters["bytes_pickled"] += len(parts[0])
-    callee.object_room = room_for_objects(parts, callee.object_room)
+    needed = nbytes_in_place(parts)
+    if needed > callee.object_room:  # the next ones may be longer
+        callee.object_room = round_up(needed + needed // 4, 1 << 10)
     return parts

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.things import Once, Thing
+from synk._engine.things import Thing, Told
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.exact import as_recarray
@@ -269,7 +269,7 @@ class Outputs:
                 self._told.pop(next(iter(self._told)))
             needs = [slot for slot in self.slots if slot is not None] + [result]
             self._told[key] = {
-                rank: _Reduction(engine, (result.id, [each._replace(rows=list(rows)) for each in shares]), needs)
+                rank: Told(engine, "reduction", (result.id, [each._replace(rows=list(rows)) for each in shares]), needs)
                 for rank, shares in self._shares.items()
                 if shares
             }
@@ -503,15 +503,6 @@ class Destination(Thing):
         return (self._plan, self._result, self._places[rank]), ()
 
 
-class _Reduction(Once):
-    """What one rank does for large outputs. It is told once for each place of the result."""
-
-    is_once = False
-
-    def __init__(self, registry: Any, payload: Any, needs: Sequence[Any]) -> None:
-        super().__init__(registry, "reduction", payload, needs)
-
-
 def _in_place(leaves: Sequence[Leaf], positions: list[int]) -> tuple[Leaf, ...]:
     """Return a rank's leaves, one for each leaf of the common skeleton."""
     return tuple(leaves[k] if k != MISSING else _ABSENT for k in positions)
@@ -582,8 +573,3 @@ def loaded(data: bytes, name: str, rank: int, what: str = "its structure") -> An
             f"cannot load a result of {name!r} from rank {rank} ({what}): {text_of(error)}. "
             "Return arrays, numbers or objects whose class can be loaded in the program."
         ) from error
-
-
-def loaded_objects(packed: Sequence[tuple[str, bytes]], name: str, rank: int) -> list[Any]:
-    """Return the outputs that a rank has pickled into its reply."""
-    return [loaded(data, name, rank, output) for output, data in packed]

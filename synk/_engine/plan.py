@@ -64,8 +64,8 @@ class Plan(Thing):
         By rank, what the last outputs looked like.
     fits : bool
         Whether the rows of the last division have room, and are told as the plan says.
-    moved : tuple of Transfer
-        What the last call has transferred; the outputs come last.
+    moved, varying : tuple of Transfer
+        What the last call has transferred, the outputs last; and the part of it that differs from call to call.
     is_outgrown : bool
         Whether something has no room in its places, or was replaced.
     """
@@ -142,7 +142,7 @@ class Plan(Thing):
         self._num_targets = -1
         self._nbytes = 0
         self._fixed = [_moved(argument) for argument in arguments if argument.kind not in ("table", "object")]
-        self._varying: tuple[Transfer, ...] = ()
+        self.varying: tuple[Transfer, ...] = ()
         self.moved: tuple[Transfer, ...] = (*self._fixed, Transfer("outputs", "output", 0))
 
     # -- making -------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Plan(Thing):
             put_in_place(self.object_place, objects)
         return nbytes
 
-    def varying(self, values: Sequence[Any], objects: Sequence[Any]) -> tuple[Transfer, ...]:
+    def varying_of(self, values: Sequence[Any], objects: Sequence[Any]) -> tuple[Transfer, ...]:
         """Return what a call transfers that differs from call to call: tables and objects."""
         found = [
             Transfer(label, "staged", values[leaf].nbytes) for leaf, kind, label in self.row_leaves if kind == "table"
@@ -304,9 +304,8 @@ class Plan(Thing):
 
     def note_moved(self, varying: tuple[Transfer, ...], nbytes: int) -> None:
         """Note what a call has transferred whose outputs had so many bytes."""
-        if self.moved[-1].nbytes != nbytes or varying != self._varying:
-            self._varying = varying
-            self.moved = (*self._fixed, *varying, Transfer("outputs", "output", nbytes))
+        self.varying = varying
+        self.moved = (*self._fixed, *varying, Transfer("outputs", "output", nbytes))
 
 
 def _moved(argument: Argument) -> Transfer:

@@ -55,10 +55,8 @@ class Thing:
         return found
 
 
-class Once(Thing):
-    """News for one message to one rank, which forgets it with its reply."""
-
-    is_once = True
+class Told(Thing):
+    """What one rank is told as it is here."""
 
     def __init__(self, registry: Any, kind: str, payload: Any, needs: Sequence[Thing | Segment] = ()) -> None:
         self.kind, self.payload = kind, payload
@@ -66,6 +64,12 @@ class Once(Thing):
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return self.payload, ()
+
+
+class Once(Told):
+    """News for one message, which its rank forgets with its reply."""
+
+    is_once = True
 
 
 T = TypeVar("T", bound=Thing)

@@ -235,7 +235,7 @@ class RankPlan:
             result = self._run(rank, objects, numbers)
         rank.ended_ns = time.monotonic_ns()
         if look.changes:
-            rank.changes.finish()
+            rank.changes.has_finished = True
             rank.hold_back(False)  # an interrupt may wait for this
         rank.end_function()
         return self.outputs.publish(rank, result)

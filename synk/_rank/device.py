@@ -23,6 +23,7 @@ from synk._rank.outputs import Published, RankOutputs, RankReduction
 from synk._rank.rank import Answer, Rank
 from synk._rank.variables import Replica
 from synk._wire import orders as wire
+from synk._wire.cell import cell
 from synk._wire.mapping import Descriptor
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, ON_DEVICE, Leaf, Share, spare_of
@@ -235,7 +236,7 @@ class DeviceReplica(Replica):
         """
         if self._store.is_far:
             return True
-        participates = self._store.call_down[:, Down.PARTICIPATES]
+        participates = cell.worker.lane.down[:, Down.PARTICIPATES]
         if self._is_sharded or participates.all():
             return False
         return int(participates.argmax()) == self._store.rank

@@ -60,7 +60,7 @@ class RankItems:
         """Run the function on each item. Return the reply, with the results."""
         function = rank.mapped = rank.functions[self.order.function]
         rank.items = self
-        rank.variables.begin(function, False, rank.lane.down)
+        rank.variables.begin(function, False)
         rank.own_up[_PHASE] = _FUNCTION
         rank.check_interrupt(number)
         rank.detach()

@@ -170,7 +170,7 @@ class RankOutputs:
         assert layout is not None
         for value, leaf in zip(values, layout.leaves):
             if leaf.dtype is None:
-                is_alike = is_single_value(value)
+                is_alike = type(value) in PLAIN_TYPES
             else:
                 is_alike = leaf.dtype.kind != "V" and (is_plain_output(value) or function.is_tensor(value))
             if not is_alike:
@@ -256,14 +256,9 @@ def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[..
     return None if is_plain_output(value) else function.from_framework
 
 
-def is_single_value(value: Any) -> bool:
-    """Whether an output is a text, a number or None."""
-    return type(value) in PLAIN_TYPES
-
-
 def put_pickle(value: Any, view: np.ndarray) -> bool:
-    """Write the pickle of a single value to its place in the slot. Return False if that cannot be."""
-    if not is_single_value(value):
+    """Write the pickle of a text, a number or None to its place in the slot. Return False if that cannot be."""
+    if type(value) not in PLAIN_TYPES:
         return False
     pickled = pickle.dumps(value, protocol=5)
     if len(pickled) > view.size:

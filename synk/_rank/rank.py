@@ -124,7 +124,7 @@ class Rank:
         self.functions: dict[int, LoadedFunction] = {}
         self._received = Received(self._own_memory)
         self._parcels: set[int] = set()
-        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type, is_far=self.is_far)
+        self.variables = VariableStore(rank, self.backend, self.replica_type, is_far=self.is_far)
         self.residents = RankResidents()
         self.settings = Settings()
         of_all = rank, world_size, self.backend, self.down, self.up, eventfds
@@ -403,7 +403,7 @@ class Rank:
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.begin(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
+        self.variables.begin(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self) -> None:

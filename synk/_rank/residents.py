@@ -83,22 +83,20 @@ class Changes:
     ----------
     undo : dict of int to callable
         By object, what puts it back; empty if the program has said whether the call counts.
+    has_finished : bool
+        Whether the function of the call has come to its end.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        self._has_finished = False
+        self.has_finished = False
         self.undo: dict[int, Callable[[], bytes | None]] = {}
         self._outcomes: dict[int, int] = {}
 
     def begin(self, number: int, residents: RankResidents, changed: Sequence[int]) -> None:
         """Mark the objects that a call is about to change."""
-        self._number, self._has_finished, self._outcomes = number, False, {}
+        self._number, self.has_finished, self._outcomes = number, False, {}
         self.undo = {each: residents[each].mark() for each in changed}
-
-    def finish(self) -> None:
-        """Note that the function of the call has come to its end."""
-        self._has_finished = True
 
     def settle(self, committed: int, ended: int) -> None:
         """Take the changes back if their call has ended and does not count."""
@@ -120,7 +118,7 @@ class Changes:
                 continue  # the program says that the object may be torn
             if left is not None:
                 self._outcomes[each] = zlib.crc32(left)
-            elif self._has_finished:
+            elif self.has_finished:
                 self._outcomes[each] = COUNTED
 
     def outcomes(self, number: int) -> dict[int, int]:

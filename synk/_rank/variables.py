@@ -220,8 +220,6 @@ class VariableStore:
     Parameters
     ----------
     rank : int
-    down : ndarray
-        The words that the program writes, of lane 0.
     backend : Backend
     replica_type : type
         The class of variables here: :class:`Replica`, or its subclass for devices.
@@ -229,13 +227,10 @@ class VariableStore:
         Whether the program is on another machine, and shares no memory with this rank.
     """
 
-    def __init__(
-        self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica], *, is_far: bool
-    ) -> None:
+    def __init__(self, rank: int, backend: Backend, replica_type: type[Replica], *, is_far: bool) -> None:
         self.rank, self.is_far = rank, is_far
         self._replica_type = replica_type
         self.backend = backend
-        self.call_down = down  # the control block of the current call's lane
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
         # The containers that the function got last, with what was in them, and the variables of changed containers.
@@ -274,11 +269,11 @@ class VariableStore:
         for segment in segments[1:]:
             segment.close_fd()
 
-    def begin(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
-        """Prepare for a call of ``function``, whose numbers are in ``down``."""
+    def begin(self, function: Any, is_sliced: bool) -> None:
+        """Prepare for a call of ``function``."""
         if self.assigned or self.given or self._sums:
             self.abandon()
-        self.call_down, self.is_sliced, self._updates = down, is_sliced, function.updates
+        self.is_sliced, self._updates = is_sliced, function.updates
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
 
     def abandon(self) -> None:
