@@ -359,53 +359,6 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
 
 
-@pytest.mark.multi_gpu
-def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By events on each device: of the end of the first sum, and of the gradient that is computed last."""
-    if len(visible_gpus().devices) < 2:
-        pytest.skip("needs two GPUs")
-    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(2048, 1))
-
-    def body(model: Any, x: Any) -> float:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start, cls = synk.comm.all_reduce, type(synk.comm)
-        sums: list[Any] = []
-
-        def watched(comm: Any, *args: Any, **options: Any) -> Any:
-            request = start(*args, **options)
-            if not sums:
-                from synk._wire.cell import cell
-
-                backend: Any = cell.worker.backend
-                while backend._communicated is None:  # the ranks agree first; then it is queued on the device
-                    request.test()
-                first.record(torch.cuda.ExternalStream(backend._communication_stream.ptr, device=backend._ordinal))
-            sums.append(request)
-            return request
-
-        handle = model[0].weight.register_hook(lambda grad: last.record())
-        original, cls.all_reduce = cls.all_reduce, watched  # type: ignore[method-assign]
-        try:
-            model(x).mean().backward()
-        finally:
-            cls.all_reduce = original  # type: ignore[method-assign]
-            handle.remove()
-        torch.cuda.synchronize()
-        assert len(sums) > 4
-        return first.elapsed_time(last)
-
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    made = RealGpus(True, is_shared=False)
-    try:
-        rep = synk.torch.replicate(model, runtime=made(2))
-        elapsed_ms = rep.function(body, outputs=None)(torch.randn(512, 2048))
-        assert min(elapsed_ms) > 0
-    finally:
-        for runtime in made.opened:
-            runtime.close()
-
-
 def test_the_demo_of_resnet_trains() -> None:
     path = DEMOS[0].parent / "gpu" / "resnet50.py"
     command = [sys.executable, str(path), "--batch", "32", "--steps", "5"]

@@ -60,7 +60,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "int": lambda x: 10 ** (30 * len(x)),
     "a number of NumPy": lambda x: x.astype(np.float32)[0],
     "array": lambda x: x * 2,
-    "array of objects": lambda x: np.array(["a", "bc"], dtype=object),
+    "array of objects": lambda x: np.array(["a", [1, len(x)]], dtype=object),
+    "array of a single object": lambda x: np.array({"rows": len(x)}, dtype=object),
+    "record with an object": lambda x: np.array([(1, "a")], dtype=[("n", "i4"), ("s", object)]),
     "large array": lambda x: np.tile(x, BIG),
     "an object": lambda x: Fit(float(x[0])),
     "objects in a nest": lambda x: [Fit(1.0), {"fit": Fit(2.0), "set": {1, 2}}],
@@ -276,6 +278,11 @@ REFUSED: list[tuple[Callable[[Any], Any], Any, tuple[type[Exception], str]]] = [
         (CollectiveMismatch, f'joined .* under outputs="gather"; of numbers {BY_ARRAY}'),
     ),
     (lambda x: [1] if x[0] == 0 else x, "gather", (CollectiveMismatch, "cannot gather the output")),
+    *(
+        (FORMS[form], op, (TypeError, f"cannot apply op '{op}'.*holds Python objects.*Use op None"))
+        for form in ("array of objects", "record with an object")
+        for op in ("gather", "sum")
+    ),
 ]
 
 

@@ -11,35 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import ctrl_c_when, failpoint, process_stat, replaced_workers, wait_for, waits_in_synk
+from support.harness import ctrl_c_when, failpoint, process_stat, wait_for, waits_in_synk
 
 import synk
 
 X = np.arange(11.0)
-
-
-# ----- outputs that are objects
-
-
-OBJECTS: dict[str, Callable[[np.ndarray], Any]] = {
-    "array of objects": lambda x: np.array(["a", [1, len(x)]], dtype=object),
-    "a single object": lambda x: np.array({"rows": len(x)}, dtype=object),
-    "record with an object": lambda x: np.array([(1, "a")], dtype=[("n", "i4"), ("s", object)]),
-}
-
-
-def test_arrays_of_objects_travel_as_objects_and_cannot_be_combined(rt: Any) -> None:
-    """Their bytes are pointers, which mean nothing in another process."""
-    for fn in OBJECTS.values():
-        for op in (None, "first"):
-            got = rt.function(fn, outputs=op)(X)
-            for value, rows in zip([got] if op else got, (6, 5), strict=False):
-                expected = fn(np.zeros(rows))
-                assert value.dtype == expected.dtype
-                assert value.tolist() == expected.tolist()
-        for op in ("gather", "sum"):
-            with pytest.raises(TypeError, match=f"cannot apply op '{op}'.*holds Python objects.*Use op None"):
-                rt.function(fn, outputs=op)(X)
 
 
 # ----- Ctrl-C and limits while the workers come up
@@ -119,12 +95,6 @@ def test_what_a_runtime_numbers_it_numbers_itself(runtime: Any) -> None:
 
 
 # ----- what it is told
-
-
-def test_a_death_is_explained_once(rt: Any) -> None:
-    with replaced_workers(rt, [0]), pytest.raises(synk.errors.WorkerDied, match="SIGKILL") as caught:
-        rt.function(lambda x: synk.comm.rank or os.kill(os.getpid(), 9), outputs=None)(X)
-    assert str(caught.value).count("Likely out of memory") == 1
 
 
 def test_a_folder_that_came_later(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
