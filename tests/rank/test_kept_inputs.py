@@ -257,25 +257,6 @@ def test_each_rank_has_its_own_step(subtests: Any, rt: Any) -> None:
                 assert [(part[0], part[-1]) for part in each] == [(k, k), (10.0 + k, 10.0 + k)]
 
 
-def test_each_slice_counts_with_what_it_returned(subtests: Any, shared_runtimes: Any) -> None:
-    """It changes one array in each slice, and returns it or an object that holds it."""
-    x = np.arange(6.0)[::-1]
-    for where, op in itertools.product((0, 2), (None, "first", "sum", lambda a, b: a + b)):
-        box = Box(np.zeros(2))
-
-        def work(x: Any, box: Any = box, op: Any = op) -> Any:
-            box.value[:] = x[0]
-            return box.value if op == "sum" else box
-
-        with subtests.test(where=where, op=str(op)):
-            got = shared_runtimes[where].function(lambda x, work=work: work(x), outputs=op)(x, num_slices=6)
-            if op is None:
-                assert [part for rank in got for part in rank] == [Box(np.full(2, value)) for value in x]
-            else:
-                value = np.full(2, 5.0 if op == "first" else x.sum())
-                np.testing.assert_array_equal(got if op == "sum" else got.value, value)
-
-
 # ----- any sequence
 
 CHOICES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
