@@ -65,6 +65,9 @@ class Data(ArrayLike):
     name : str or None
     """
 
+    # So that d.value = ..., the word of shared variables, is an error.
+    __slots__ = ("__weakref__", "_contents", "_dtype", "_ndim", "_session", "_writing", "name")
+
     def __init__(
         self,
         session: Any,

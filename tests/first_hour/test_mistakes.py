@@ -179,6 +179,7 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(sleeps)(X, timeout=0.2), CallTimeout, r"did not end in time.*timeout="),
     # -- data and variables
     (lambda rt: setattr(rt.shared(W), "vlaue", W), AttributeError, "vlaue"),
+    (lambda rt: setattr(rt.data(W), "value", W), AttributeError, "'Data' object has no attribute 'value'"),
     (lambda rt: setattr(rt.shared(W), "value", {"a": W}), ValueError, r"structure \{'a': \*\}, expected one array"),
     (
         lambda rt: updates(rt, rt.shared(0.0), rt.shared(0.0)),
