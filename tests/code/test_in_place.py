@@ -61,7 +61,12 @@ def change_twice(rt: Any, name: str, verb: str, when: str) -> None:
     assert rt.counters["bytes_down"] - before in (0, 8 * rt.world_size), "what has not changed is not sent"
 
 
-@pytest.mark.parametrize("kinds", [KINDS, pytest.param([*TORCH], marks=pytest.mark.with_torch)], ids=["own", "torch"])
+HALVES = [KINDS[::2], KINDS[1::2]]
+
+
+@pytest.mark.parametrize(
+    "kinds", [*HALVES, pytest.param([*TORCH], marks=pytest.mark.with_torch)], ids=["even", "odd", "torch"]
+)
 def test_a_change_is_seen_by_the_next_call(subtests: Any, shared_runtimes: Any, kinds: list[str]) -> None:
     """Each kind by one verb, at one moment, on one runtime: what takes long, on one worker.
 

@@ -242,7 +242,8 @@ def test_a_handler_that_raises_leaves_no_descriptor() -> None:
                 program.send_body(at.nth, bytes(1 << 16), [known])
                 rank.receive_body(at.nth)
             rank.drain()
-            gc.collect()
+            if descriptors() - opened:
+                gc.collect()
             assert not descriptors() - opened, f"after point {at.nth}"
         assert at.nth > 20
     finally:
@@ -253,7 +254,7 @@ def test_a_handler_that_raises_leaves_no_descriptor() -> None:
 
 def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are copied by two threads: the other one must not write after the operation was interrupted."""
-    source = np.arange(1 << 22)
+    source, num_threads = np.arange(1 << 22), threading.active_count()
     target, start = np.zeros_like(source), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -263,7 +264,7 @@ def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         copy_into(target, source)
-    assert threading.active_count() == 1
+    assert threading.active_count() == num_threads
     np.testing.assert_array_equal(target, source)
 
 
