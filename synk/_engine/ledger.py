@@ -3,7 +3,8 @@
 The plan of a call says what the call transfers, and the replies bring the times of the ranks. So a call adds to a few
 numbers; they are multiplied by the bytes of the plan when a call transfers something else, or when somebody reads.
 
-An array that is passed again and again earns one hint: it belongs in ``synk.data``, which is copied once.
+An array that is passed again and again earns one hint: it belongs in ``synk.data``, over nodes in
+``synk.shared``, which is copied once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Repeated:
         self._passed: dict[str, _Passed] = {}
         self._has_told = False
 
-    def note(self, label: str, value: np.ndarray) -> None:
+    def note(self, label: str, value: np.ndarray, keeper: str) -> None:
         """Note an array that is about to be copied. One that has changed in some samples counts as another one."""
         if self._has_told or value.nbytes < _LARGE_NBYTES:
             return
@@ -52,10 +53,11 @@ class Repeated:
         if count == _NUM_CALLS:
             self._has_told = True
             self._passed.clear()
+            is_data = keeper == "synk.data"
+            also = f"; where it does change, write into a Data: d[:] = {label}" if is_data else ", rows by sharded=True"
             report(
                 "%s of %r, %.2g MB, was the same array in %d calls and was copied in each. If that is not meant: "
-                "synk.data(%s) is copied once; where it does change, write into a Data: d[:] = %s.",
-                label, self._name, value.nbytes / 1e6, count, label, label,
+                "%s(%s) is copied once%s.", label, self._name, value.nbytes / 1e6, count, keeper, label, also,
             )  # fmt: skip
 
 

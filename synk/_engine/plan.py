@@ -277,7 +277,7 @@ class Plan(Thing):
                 target[:, : value.shape[1]] = value
                 nbytes += value.nbytes
             elif label:
-                callee.repeated.note(label, value)
+                callee.repeated.note(label, value, callee.session.profile.keeper)
                 began = time.monotonic_ns()
                 copy_into(target, value)
                 callee.record.staged_ns += time.monotonic_ns() - began

@@ -31,7 +31,7 @@ _FACTOR = 10
 """How many times the rows in a call."""
 
 _KEPT = {
-    "staged": "pass {!r} as synk.data if it stays the same",
+    "staged": "pass {!r} as {} if it stays the same",
     "pickled": "keep {!r} in synk.resident if it stays the same",
 }
 
@@ -39,15 +39,15 @@ Change = tuple[float, str]
 """The seconds that a change saves, and the line about it."""
 
 
-def advice(records: dict[str, Record]) -> Text:
+def advice(records: dict[str, Record], keeper: str) -> Text:
     """Return at most five lines, the change that saves most first."""
-    changes = [change for title, record in records.items() for change in _of_function(title, record)]
+    changes = [change for title, record in records.items() for change in _of_function(title, record, keeper)]
     changes += _fewer_workers([each for each in records.values() if not each.num_chunks])
     lines = [line for _, line in sorted(changes, reverse=True)[:_NUM_LINES]]
     return Text("\n".join(lines) or "No change stands out in what was measured.")
 
 
-def _of_function(title: str, record: Record) -> Iterator[Change]:
+def _of_function(title: str, record: Record, keeper: str) -> Iterator[Change]:
     """Yield the changes of the calls, or the maps, of one function."""
     calls, chunks, way_s = record.num_calls, record.num_chunks, record.way_ns / 1e9
     if chunks:
@@ -61,7 +61,8 @@ def _of_function(title: str, record: Record) -> Iterator[Change]:
     for each in record.totals(title):
         nbytes = each.nbytes * (each.calls - 1) // max(each.calls, 1)
         if each.kind in _KEPT and each.calls >= _LEAST_CALLS and nbytes >= _LEAST_NBYTES:
-            yield _change(title, _KEPT[each.kind].format(each.argument), f"{nbytes / 1e6:.1f} MB", each.seconds)
+            cure = _KEPT[each.kind].format(each.argument, keeper)
+            yield _change(title, cure, f"{nbytes / 1e6:.1f} MB", each.seconds)
     if calls >= _LEAST_CALLS and way_s > record.function_ns / 1e9:
         messages, share = 2 * sum(each.calls for each in record.rank_totals(title)), 1 - 1 / _FACTOR
         cure = f"give each call {_FACTOR} times the rows, or use repeat"
@@ -130,7 +131,8 @@ class Profile(Hinting):
     [(0, 4), (1, 4)]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: str = "synk.data") -> None:
+        self.keeper = keeper  # what arrays are to be that stay the same
         self.known: dict[Any, Record] = {}
 
     def record(self, fn: Any, name: str) -> Record:
@@ -193,7 +195,7 @@ class Profile(Hinting):
         >>> print(advice)  # doctest: +ELLIPSIS
         norm: ...: saves ...
         """
-        return advice(self.records)
+        return advice(self.records, self.keeper)
 
     # -- display ------------------------------------------------------------------------------------------------------
 
@@ -217,14 +219,15 @@ class Profile(Hinting):
     def _dominating(self) -> list[str]:
         """Return the line that says what most of all time was spent on, if there were calls."""
         records = self.records
-        if not (parts := [part for title, record in records.items() for part in _parts_of_time(title, record)]):
+        parts = [part for title, record in records.items() for part in _parts_of_time(title, record, self.keeper)]
+        if not parts:
             return []
         most_ns, what = max(parts)
         whole_ns = max(sum(each.wall_ns for each in records.values()), 1)
         return [f"{most_ns / whole_ns:.0%} of the time of all calls went to {what}."]
 
 
-def _parts_of_time(title: str, record: Record) -> Iterator[tuple[float, str]]:
+def _parts_of_time(title: str, record: Record, keeper: str) -> Iterator[tuple[float, str]]:
     """Yield what the time of a function's calls went to: nanoseconds, and a text."""
     if ranks := record.rank_totals(title):
         busiest = max(ranks, key=lambda each: each.share)
@@ -232,7 +235,7 @@ def _parts_of_time(title: str, record: Record) -> Iterator[tuple[float, str]]:
     yield record.wait_ns, f"waits of {title!r} in synk.comm"
     if staged := [each for each in record.totals(title) if each.kind == "staged"]:
         largest = max(staged, key=lambda each: each.nbytes)
-        yield 1e9 * largest.seconds, f"the copy of {largest.argument} for {title!r}: keep it in synk.data"
+        yield 1e9 * largest.seconds, f"the copy of {largest.argument} for {title!r}: keep it in {keeper}"
     is_early = record.num_calls < _FEW_CALLS
     cure = "give each call more to do" if not is_early else "it includes the workers' start, so look after more calls"
     yield record.way_ns, f"the way of {title!r} to the workers and back: {cure}"

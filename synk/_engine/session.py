@@ -124,7 +124,7 @@ class Session(Engine):
         self._may_miss_gpus = placement.is_on_cpu_by_default
         self.pid = os.getpid()
         self._lock = threading.RLock()
-        self.profile = Profile()
+        self.profile = Profile("synk.data" if self.has_shared_memory else "synk.shared")
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.nccl = self.group = Group(self, self.assignment.can_use_nccl)
         if self.assignment.can_use_nccl:

@@ -191,6 +191,16 @@ def test_each_change_saves_what_the_advice_says(rt: Any, shared_runtimes: Any, s
                 assert saved == before[0] - after[0]
 
 
+def test_over_nodes_only_a_shared_variable_saves_copies(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The rows of a Data travel with each call."""
+    rt: synk.Runtime = shared_runtimes["1+1"]
+    for table, is_copied in ((rt.data(TABLE), True), (rt.shared(TABLE), False)):
+        rt.profile.reset()
+        called(rt, weighted, table, np.ones(10), bcast_inputs="table")
+        assert ("weighted: pass 'table' as synk.shared if" in str(rt.profile.advice())) == is_copied
+    assert "synk.shared(table) is copied once" in caplog.text
+
+
 def test_a_profile_without_calls_has_no_advice(shared_runtimes: Any) -> None:
     rt: synk.Runtime = shared_runtimes[1]
     rt.profile.reset()
