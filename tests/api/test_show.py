@@ -19,9 +19,6 @@ from synk.profiler import cprofile
 
 
 def test_results_say_what_they_are(rt: Any) -> None:
-    for text in (synk.info(), rt.info(), rt.profile):
-        assert repr(text) == str(text) and "\n" in str(text), "a prompt shows it as it is"
-
     def square(n: Any) -> Any:
         return n**2
 
@@ -38,6 +35,8 @@ def test_results_say_what_they_are(rt: Any) -> None:
     assert iter(streamed) is streamed
     next(streamed)
     assert repr(streamed) == "<synk.Function.stream of 'square', 1 result so far>"
+    for text in (synk.info(), rt.info(), rt.profile):
+        assert repr(text) == str(text) and "\n" in str(text), "a prompt shows it as it is"
     streamed.close()
     assert not list(streamed)
     with synk.Executor(runtime=rt) as executor:
