@@ -11,7 +11,7 @@ from synk._pure.partials import Accumulator, SliceValues
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten, output_names, skeleton_of, unflatten
 from synk._rank.functions import LoadedFunction
-from synk._rank.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_whole
+from synk._rank.values import Object, Partial, array_or_object, as_object, as_returned, on_host, snapshot, take_whole
 from synk.backends import Backend
 
 
@@ -63,7 +63,7 @@ def run_slices(
                     f"{type(value).__name__}, and {'a' if are_tables[position] else 'no'} table in the first slice."
                 )
             if ops[position] is EACH and isinstance(value, Object):
-                value = Object(_on_host(function, backend, value.value, names[position]))
+                value = Object(on_host(function, backend, value.value, names[position]))
             were_tensors[position].append(function.is_tensor(value))
             value = array_or_object(backend, value, ops[position], names[position], function)
             value = snapshot(backend, value, names[position], function)
@@ -79,19 +79,6 @@ def run_slices(
         for accumulator, own, is_kept in zip(accumulators, were_tensors, are_tables)
     ]
     return unflatten(structure, totals)
-
-
-def _on_host(function: LoadedFunction, backend: Backend, value: Any, name: str) -> Any:
-    """Return a value that is one object with its arrays and tensors as the program gets them."""
-    try:
-        leaves, structure = flatten(value)
-    except RecursionError:  # it contains itself
-        return value
-    made = [
-        as_returned(as_object(backend, array_or_object(backend, leaf, EACH, name, function)), was_tensor)
-        for leaf, was_tensor in zip(leaves, map(function.is_tensor, leaves))
-    ]
-    return unflatten(structure, made)
 
 
 def _total(

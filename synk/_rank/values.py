@@ -16,7 +16,7 @@ from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table, num_rows
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor, tensor_of
-from synk._pure.trees import flatten
+from synk._pure.trees import flatten, unflatten
 from synk._pure.words import text_of
 from synk._rank.failures import dumps
 from synk._rank.functions import LoadedFunction
@@ -94,7 +94,8 @@ def _has_array(result: Any) -> bool:
 def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:
     """Check an output against its op. Return it as an array of the backend, or as an object."""
     if isinstance(value, Object):
-        return value
+        is_rows = op.concatenates and function.from_framework is not None
+        return Object(on_host(function, backend, value.value, name)) if is_rows else value
     if is_table(value):
         check_table(op, value, f"{name} of {function.name!r}")
         return Object(value)
@@ -152,6 +153,19 @@ def as_object(backend: Backend, value: Any) -> Any:
         return value
     array = backend.host_copy(value)
     return array if array.ndim else array[()]
+
+
+def on_host(function: LoadedFunction, backend: Backend, value: Any, name: str) -> Any:
+    """Return a value that is one object with its arrays and tensors as the program gets them."""
+    try:
+        leaves, structure = flatten(value)
+    except RecursionError:  # it contains itself
+        return value
+    made = [
+        as_returned(as_object(backend, array_or_object(backend, leaf, EACH, name, function)), was_tensor)
+        for leaf, was_tensor in zip(leaves, map(function.is_tensor, leaves))
+    ]
+    return unflatten(structure, made)
 
 
 def as_returned(value: Any, was_tensor: bool) -> Any:

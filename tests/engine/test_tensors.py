@@ -211,6 +211,20 @@ def test_nested_batches_that_are_written_into_and_verified(shared_runtimes: Any)
     assert report.outputs[2].matching == ("sum",)
 
 
+def test_tensors_in_a_list_of_rows_come_back_like_other_tensors(shared_runtimes: Any) -> None:
+    """Without a gradient, and without the memory of all rows, which a pickle of a row's view holds."""
+    x, one = torch.arange(12.0).reshape(6, 2), torch.ones((), requires_grad=True)
+    f = shared_runtimes[2].function(
+        lambda x: [{"view": row, "grad": row * one, "mean": float(row.mean())} for row in x],
+        outputs="gather",
+        framework="torch",
+    )
+    for num_slices in (1, 2):
+        for row, found in zip(x, f(x, num_slices=num_slices), strict=True):
+            assert_same((found["view"], found["grad"], found["mean"]), (row, row, float(row.mean())))
+            assert (found["view"].untyped_storage().nbytes(), found["grad"].requires_grad) == (8, False)
+
+
 # -- from call to call ------------------------------------------------------------------------------------------------
 
 
