@@ -19,6 +19,7 @@ import numpy as np
 from synk._code.parcels import HandlePickler
 from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
+from synk._pure.tensors import recipe_of_part
 from synk._wire.classes import by_word
 from synk._wire.file_maps import recipe_of_map, writes_to_file
 from synk._wire.memory import Segment
@@ -159,6 +160,9 @@ class _Pickler(HandlePickler):
         self.used: list[ArrayCopy] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        part = recipe_of_part(obj)
+        if part is not None:
+            return part
         is_array = type(obj) in (np.ndarray, np.memmap) and not obj.dtype.hasobject
         is_output = is_array and writes_to_file(obj)
         if is_array and (is_output or obj.nbytes >= LARGE_NBYTES):

@@ -103,6 +103,17 @@ def copied_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return as_dtype(torch.from_numpy(np.array(buffer, np.uint8)), dtype).reshape(shape)
 
 
+def recipe_of_part(obj: Any) -> Any:
+    """Return how a tensor is pickled that is a part of another, such as a row; None for other objects.
+
+    torch pickles the memory of the whole with it.
+    """
+    if not is_tensor(obj) or not is_ordinary(obj) or obj.untyped_storage().nbytes() <= obj.nbytes:
+        return None
+    elements = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
+    return copied_tensor, (elements, dtype_of(obj), tuple(obj.shape))
+
+
 def check_tensor(tensor: Any, what: str) -> np.ndarray:
     """Return the memory of a tensor argument as an array; see ``array_of``.
 

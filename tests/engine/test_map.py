@@ -227,6 +227,16 @@ def test_a_large_array_crosses_once_as_long_as_it_is_the_same(rt: Any) -> None:
     assert rt.counters["messages_down"] - before < 25, "an array that was there before makes no item large"
 
 
+def test_a_row_of_a_tensor_crosses_without_the_others(rt: Any) -> None:
+    """Both ways, with any strides; torch pickles the memory of the whole."""
+    torch = pytest.importorskip("torch")
+    x = torch.arange(1 << 17).reshape(512, 256).bfloat16()
+    before = rt.counters["bytes_pickled"]
+    for row, found in zip(x.T, rt.map(lambda row: torch.stack([row, -row])[0], x.T), strict=True):
+        assert torch.equal(found, row) and found.untyped_storage().nbytes() == row.nbytes
+    assert rt.counters["bytes_pickled"] - before < 4 * x.nbytes
+
+
 @pytest.mark.parametrize("size", [3, 1 << 17])
 def test_an_array_that_items_change_while_they_are_taken(rt: Any, size: int) -> None:
     x = np.zeros(size)
