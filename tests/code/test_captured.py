@@ -65,6 +65,13 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         """,
         ("@functools.cache\ndef scaled(k): return k / rate", "rate = 4.0"),  # not seen by what is in a cache
     ),
+    "the sign of a zero": (
+        """
+        rate, table, pair = 0.0, {"k": [0.0]}, (0.0,)
+        def f(x): return sum(np.copysign(x + 1, zero) for zero in (rate, table["k"][0], pair[0]))
+        """,
+        ("rate = -0.0", "table['k'][0] = -0.0", "pair = (-0.0,)", "rate = 0.0"),
+    ),
 }
 
 
@@ -179,10 +186,9 @@ class Fitted:
         return self.mean(x)
 
 
-@pytest.mark.parametrize("num_workers", [2, 0])
-def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, num_workers: int) -> None:
+@pytest.mark.parametrize("rt", [2, 0], indirect=True)
+def test_an_object_may_keep_the_functions_of_its_methods(rt: Any) -> None:
     """They stay in the program: on a rank only plain methods can be called."""
-    rt = shared_runtimes[num_workers]
     fitted = Fitted(rt)
     assert (fitted.mean(X), fitted.twice(X)) == (7.5, 90.0)
     fitted.weights[0] = 3.0

@@ -8,8 +8,6 @@ was never called before.
 from __future__ import annotations
 
 import itertools
-import math
-import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,25 +20,6 @@ from support.tables import combinations, named
 
 NUMBERS = np.arange(4.0)
 WHERE = [2, 0]
-rate: Any = 0.0
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_captured_zeros_have_signs(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    global rate
-    a_dict: dict[str, Any] = {"v": 0.0}
-    a_list, a_space, a_tuple = [0.0, 1], types.SimpleNamespace(v=0.0), (0.0,)
-
-    def f(x: Any) -> list[str]:
-        return [repr((rate, a_dict, a_list, a_space.v, a_tuple))]
-
-    call = shared_runtimes[where].function(f, outputs="first")
-    for zeros in ((0.0, -0.0), (0j, -0j), (math.nan, -math.nan)):
-        for value in zeros * 2:
-            with subtests.test(value=value):
-                rate, a_dict["v"], a_list[0], a_space.v, a_tuple = value, value, value, value, (value,)
-                for _ in range(2):
-                    assert call(NUMBERS) == f(NUMBERS)
 
 
 WRAPS: list[Callable[[Any], Any]] = [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})]
