@@ -17,7 +17,7 @@ import pytest
 from support import each_backend
 from support.each_backend import PARAMETERS, Here, host
 from support.harness import script
-from support.rank_arrays import DEFINED_FOR, OPS, reduced
+from support.rank_arrays import DEFINED_FOR, OPS, Median, reduced
 from support.tables import combinations
 
 import synk
@@ -154,13 +154,6 @@ def test_reductions_of_every_dtype(here: Here, subtests: Any) -> None:
                 got, expected = host(f(parts, num_slices=num_slices)), reduced(op, parts)
                 assert got.dtype == expected.dtype
                 np.testing.assert_allclose(got, expected, rtol=1e-6 if num_slices > 1 else 0)
-
-
-class Median(synk.Op):
-    concatenates = True
-
-    def finish(self, value: Any) -> Any:
-        return np.median(np.asarray(value), axis=0)
 
 
 def test_other_ops(here: Here) -> None:

@@ -10,19 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.rank_arrays import assert_same
+from support.rank_arrays import Median, assert_same
 
 import synk
 
 Pair = collections.namedtuple("Pair", "low high")
 X = np.arange(7.0)
-
-
-class Median(synk.Op):
-    concatenates = True
-
-    def finish(self, value: Any) -> Any:
-        return np.median(value, axis=0)
 
 
 class Weighted(synk.Op):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.rank_arrays import Median
 from support.tables import named
 
 import synk
@@ -20,19 +21,6 @@ from synk.errors import CollectiveMismatch
 WHERE = (2, 3, 0)
 WIDE = (1 << 18) // 8
 """Columns of float64 from which on an output is large."""
-
-
-class Median(synk.Op):
-    """Of all rows: it needs them."""
-
-    concatenates = True
-
-    def check(self, dtype: np.dtype, what: str) -> None:
-        if dtype.kind not in "iuf":
-            raise TypeError(f"cannot take the median of {what}: got dtype {dtype}, expected a real number.")
-
-    def finish(self, value: Any) -> Any:
-        return np.median(value, axis=0)
 
 
 class Quantile(synk.Op):

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+import synk
+
 
 def told(value: Any) -> Any:
     """Return plain tuples that are equal where two values are: class, dtype, shape and numbers of all their parts.
@@ -163,3 +165,16 @@ def assigner(rt: Any, w: Any, new: Callable[[Any, Any], Any], **options: Any) ->
         return 0.0
 
     return rt.function(assign, **options)
+
+
+class Median(synk.Op):
+    """An op of a user's own, of all rows: it needs them."""
+
+    concatenates = True
+
+    def check(self, dtype: np.dtype, what: str) -> None:
+        if dtype.kind not in "iuf":
+            raise TypeError(f"cannot take the median of {what}: got dtype {dtype}, expected a real number.")
+
+    def finish(self, value: Any) -> Any:
+        return np.median(value, axis=0)
