@@ -254,9 +254,9 @@ def reused(request: pytest.FixtureRequest, reuse: Reuse) -> Callable[..., synk.R
 
 
 @pytest.fixture
-def rt(reused: Callable[..., synk.Runtime]) -> synk.Runtime:
-    """The runtime of most tests: one of ``reused`` with two workers."""
-    return reused(2)
+def rt(request: pytest.FixtureRequest, reused: Callable[..., synk.Runtime]) -> synk.Runtime:
+    """The runtime of most tests: one of ``reused``, with two workers unless the test is parametrised by it."""
+    return reused(getattr(request, "param", 2))
 
 
 @pytest.fixture(autouse=True)

@@ -20,10 +20,9 @@ KINDS = [1, 2, 3, 0]
 X = np.arange(14.0).reshape(7, 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_and_assignments_hold_from_run_to_run(shared_runtimes: Any, kind: Any) -> None:
+@pytest.mark.parametrize("rt", KINDS, indirect=True)
+def test_updates_and_assignments_hold_from_run_to_run(rt: Any) -> None:
     """Also where the function assigns the same buffer each time, and writes into it while it reads the value."""
-    rt = shared_runtimes[kind]
     w, count, ring = rt.shared(np.ones(2)), rt.shared(0.0), rt.shared(np.arange(4.0))
     buffer = np.empty(4)
 
@@ -71,10 +70,9 @@ def test_shards_change_and_keep_their_rows(shared_runtimes: Any) -> None:
     assert (g.repeat(1, rows), len(rows.value)) == (7, 14)
 
 
-@pytest.mark.parametrize("kind", [2, 0])
-def test_each_run_gets_its_arguments_anew(shared_runtimes: Any, kind: Any) -> None:
+@pytest.mark.parametrize("rt", [2, 0], indirect=True)
+def test_each_run_gets_its_arguments_anew(rt: Any) -> None:
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[kind]
 
     def consume(x: Any, settings: dict[str, Any]) -> Any:
         settings["seen"].append(len(x))
@@ -87,10 +85,9 @@ def test_each_run_gets_its_arguments_anew(shared_runtimes: Any, kind: Any) -> No
     assert torch.equal(f.repeat(3, x, {"seen": []}), x.sum(0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_talk_in_each_run(shared_runtimes: Any, kind: Any) -> None:
+@pytest.mark.parametrize("rt", KINDS, indirect=True)
+def test_the_ranks_talk_in_each_run(rt: Any) -> None:
     """The dominant eigenvector by power iteration, with the matrix divided by rows."""
-    rt = shared_runtimes[kind]
     matrix = np.diag([3.0, 2, 1, 1, 0.5]) + 0.1
     v = rt.shared(np.ones(5))
     starts = [part[0] for part in np.array_split(np.arange(5), rt.world_size)]
@@ -212,9 +209,8 @@ def test_an_error_undoes_the_variables_and_leaves_the_ranks_alike(
     assert [log.get(rank) for rank in range(3)] == [[0, 1, 2]] * 3
 
 
-@pytest.mark.parametrize("where", [2, "1+1"])
-def test_a_death_in_a_later_run(where: Any, reused: Any) -> None:
-    rt = reused(where)
+@pytest.mark.parametrize("rt", [2, "1+1"], indirect=True)
+def test_a_death_in_a_later_run(rt: Any) -> None:
 
     def fails(rank: int, runs: int) -> None:
         if rank == 1 and runs == 3:

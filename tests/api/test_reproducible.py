@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import harness
 from support.harness import start_polars
+from support.rank_arrays import Median
 from support.tables import named
 
 import synk
@@ -84,9 +85,8 @@ def test_batches_data_and_tensors_are_cut_into_blocks(shared_runtimes: Any, subt
                 assert len(totals) == 1
 
 
-@pytest.mark.parametrize("kind", [2, 1])
-def test_what_ranks_hold_for_themselves_is_refused(shared_runtimes: Any, subtests: pytest.Subtests, kind: int) -> None:
-    rt = shared_runtimes[kind]
+@pytest.mark.parametrize("rt", [2, 1], indirect=True)
+def test_what_ranks_hold_for_themselves_is_refused(rt: Any, subtests: pytest.Subtests) -> None:
     shard, log, w = rt.shared(np.ones(10), sharded=True, name="rows"), rt.resident([1.0], name="log"), rt.shared(0.0)
     calls: dict[str, Callable[..., Any]] = {
         "shard": lambda f: f(lambda x: x.sum())(shard),
@@ -109,10 +109,9 @@ def test_what_ranks_hold_for_themselves_is_refused(shared_runtimes: Any, subtest
         assert w.value == 0.0
 
 
-@pytest.mark.parametrize("kind", [2, 0])
-def test_what_the_ranks_say_is_refused(shared_runtimes: Any, subtests: pytest.Subtests, kind: int) -> None:
+@pytest.mark.parametrize("rt", [2, 0], indirect=True)
+def test_what_the_ranks_say_is_refused(rt: Any, subtests: pytest.Subtests) -> None:
     """And is there again in the next call of another function."""
-    rt = shared_runtimes[kind]
     uses = {
         "rank": lambda x: x.sum() + synk.comm.rank,
         "rows": lambda x: x.sum() / synk.comm.total_rows,
@@ -141,13 +140,6 @@ class Mean(synk.Op):
 
     def combine(self, values: list[Any], rows: list[int]) -> Any:
         return sum(value * count for value, count in zip(values, rows)) / sum(rows)
-
-
-class Median(synk.Op):
-    concatenates = True
-
-    def finish(self, value: Any) -> Any:
-        return np.median(value)
 
 
 class Broken(Mean):

@@ -344,10 +344,9 @@ def test_replicas_and_shards_that_differ_are_found(rt: Any) -> None:
     np.testing.assert_array_equal(s.value, np.arange(5.0))
 
 
-@pytest.mark.parametrize("kind", [2, "1+1", "1+3"])
-def test_objects_on_the_workers_stay(shared_runtimes: Any, kind: Any) -> None:
+@pytest.mark.parametrize("rt", [2, "1+1", "1+3"], indirect=True)
+def test_objects_on_the_workers_stay(rt: Any) -> None:
     """Also where outputs are large, and compared rank by rank."""
-    rt = shared_runtimes[kind]
     seen = rt.resident([0])
 
     def step(x: np.ndarray) -> tuple[Any, Any]:

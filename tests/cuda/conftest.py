@@ -43,3 +43,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
     made = Gpus(monkeypatch, True, reuse)
     yield made
     made.close()
+
+
+@pytest.fixture
+def rt(gpu: Any) -> Any:
+    return gpu.reused(2)

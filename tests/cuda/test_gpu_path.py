@@ -73,9 +73,8 @@ def test_the_device_reads_rows(
     assert refuse or pageable_nbytes(rt) < copied / 10
 
 
-def test_text_cannot_go_to_a_device(gpu: Any) -> None:
+def test_text_cannot_go_to_a_device(rt: Any) -> None:
     """As rows it is an error, as are tables. Broadcast, or returned by a function, it stays on the host."""
-    rt = gpu.reused(2)
     table = importlib.import_module("pandas").DataFrame({"a": [1.0, 2.0, 3.0]})
     for value, text in (
         (np.array(["a", "b"]), "U1 to cuda:0"),
@@ -115,10 +114,9 @@ def test_a_kernel_on_the_default_stream_is_done_before_its_array_is_copied(gpus:
     np.testing.assert_array_equal(got, np.repeat([1.0, 5.0], count))
 
 
-def test_a_torch_function(gpu: Any) -> None:
+def test_a_torch_function(rt: Any) -> None:
     """Also with a torch that has no CUDA, as here. It computes on the host."""
     torch = pytest.importorskip("torch")
-    rt = gpu.reused(2)
     x = np.arange(12.0).reshape(6, 2)
 
     def body(x: Any) -> Any:
@@ -139,10 +137,10 @@ def test_a_torch_function(gpu: Any) -> None:
     assert torch.equal(eighth.float(), torch.tensor(x).to(torch.float8_e4m3fn).float())
 
 
-def test_bfloat16_tensors_of_the_host(gpu: Any) -> None:
+def test_bfloat16_tensors_of_the_host(rt: Any) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")  # the extras for CUDA bring it
-    rt, x = gpu.reused(2), np.arange(12.0).reshape(6, 2)
+    x = np.arange(12.0).reshape(6, 2)
 
     def communicate(x: Any) -> Any:
         half = x.bfloat16()
@@ -153,9 +151,8 @@ def test_bfloat16_tensors_of_the_host(gpu: Any) -> None:
     assert torch.equal(rows, torch.tensor(x[3:5]).bfloat16())
 
 
-def test_calls_on_trial_leave_nothing_on_the_devices(gpu: Any) -> None:
+def test_calls_on_trial_leave_nothing_on_the_devices(rt: Any) -> None:
     """Also with closed-over shards, which are divided as rows are."""
-    rt = gpu.reused(2)
     w, x = rt.shared(np.zeros(3)), np.arange(18.0).reshape(6, 3)
 
     def step(x: Any) -> Any:
@@ -233,9 +230,8 @@ def test_work_that_does_not_end_has_the_calls_limit(gpu: Any) -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_out_of_device_memory(gpu: Any) -> None:
+def test_out_of_device_memory(rt: Any) -> None:
     """A call is run once more, and at the end it is an exception; no worker is lost. CUDA itself may report it, too."""
-    rt = gpu.reused(2)
     before, runs = pids(rt), rt.resident([])
 
     def full(x: Any, num_full: Any) -> Any:

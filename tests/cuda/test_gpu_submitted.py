@@ -109,9 +109,8 @@ def test_without_room_for_the_inputs_of_two_calls_each_brings_its_own(gpu: Any, 
             assert (got == 2000.0 * k).all() and num_ahead == 0
 
 
-def test_inputs_that_a_function_keeps_for_the_next_call(gpu: Any, gate: Gate) -> None:
+def test_inputs_that_a_function_keeps_for_the_next_call(rt: Any, gate: Gate) -> None:
     """Their memory goes to other inputs when they are dropped, and not before."""
-    rt = gpu.reused(2)
     kept: list[Any] = []
 
     def keep(x: Any) -> Any:
@@ -124,9 +123,9 @@ def test_inputs_that_a_function_keeps_for_the_next_call(gpu: Any, gate: Gate) ->
     assert results == [0.0, *(10.0 * k for k in range(11))]
 
 
-def test_inputs_that_are_brought_ahead_after_a_function_kept_some(gpu: Any, gate: Gate) -> None:
+def test_inputs_that_are_brought_ahead_after_a_function_kept_some(rt: Any, gate: Gate) -> None:
     """What it keeps of its objects stays as it is; the calls behind it read other memory."""
-    rt, kept = gpu.reused(2), []
+    kept = []
     f = reader(rt, gate)
     keep = rt.function(lambda x, held: kept.append(held["names"]), bcast_inputs="held", outputs=None)
     names = np.array(["a", "b"])
@@ -140,9 +139,8 @@ def test_inputs_that_are_brought_ahead_after_a_function_kept_some(gpu: Any, gate
     )
 
 
-def test_large_outputs_that_a_function_changes_in_place(gpu: Any) -> None:
+def test_large_outputs_that_a_function_changes_in_place(rt: Any) -> None:
     """On the device and on the host: each call returns what it computed, not what a later one made of it."""
-    rt = gpu.reused(2)
     state: dict[str, Any] = {}
 
     def step(x: Any) -> Any:
@@ -162,8 +160,7 @@ def test_large_outputs_that_a_function_changes_in_place(gpu: Any) -> None:
                 assert (np.concatenate(got) == expected).all() if op is None else (got == expected).all()
 
 
-def test_large_outputs_of_a_call_before_one_that_fails(gpu: Any) -> None:
-    rt = gpu.reused(2)
+def test_large_outputs_of_a_call_before_one_that_fails(rt: Any) -> None:
     large = rt.function(lambda x: (x.repeat(LARGE), x.sum().repeat(LARGE)), outputs=("gather", "sum"))
 
     def fail(x: Any) -> None:
@@ -198,8 +195,7 @@ def test_an_array_on_its_way_to_the_device_is_not_the_users(gpu: Any) -> None:
         assert (variable.value == float(k)).all()
 
 
-def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:
-    rt = gpu.reused(2)
+def test_torch_and_slices_and_large_outputs(rt: Any) -> None:
     f = rt.function(lambda x: (x * 2, x.sum()), outputs=("gather", "sum"))
     large = rt.function(lambda x: (x.sum() + 0 * x[0]).repeat(LARGE), outputs="sum")
     pending = [
@@ -212,8 +208,7 @@ def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:
         assert got.shape == (LARGE,) and (got == 4.0 * k).all()
 
 
-def test_a_time_limit_with_inputs_on_their_way(gpu: Any, gate: Gate) -> None:
-    rt = gpu.reused(2)
+def test_a_time_limit_with_inputs_on_their_way(rt: Any, gate: Gate) -> None:
     f, rows = reader(rt, gate), np.ones((10, 4))
     hangs = rt.function(lambda x: (signal.pause() if x[0] else None, x.sum())[1], outputs="sum")
     gate.submit([(f, (rows, np.float64(1.0)), {})] * 3 + [(hangs, (np.zeros(2),), {})] * 3)

@@ -88,9 +88,8 @@ def by_leaf(function: Callable[..., Any], *trees: Any) -> Any:
     return None if first is None else function(*trees)
 
 
-@pytest.mark.parametrize("where", [3, 0, "1+3"])
-def test_nestings_and_several_variables_go_through_every_verb(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
+@pytest.mark.parametrize("rt", [3, 0, "1+3"], indirect=True)
+def test_nestings_and_several_variables_go_through_every_verb(rt: Any) -> None:
     size = rt.world_size
     w, values = set_to(rt, [tree(rank) for rank in range(size)])
     a, a_values = differing(rt, (4,))

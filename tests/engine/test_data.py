@@ -239,10 +239,9 @@ def test_data_of_two_runtimes_meet_in_an_operator(runtime: Callable[..., Any]) -
 # ----- memory that the workers read, which grows
 
 
-@pytest.mark.parametrize("where", [1, 3, 0, "1+3"])
-def test_any_sequence_of_changes_is_that_of_an_array(shared_runtimes: Any, where: Any) -> None:
+@pytest.mark.parametrize("rt", [1, 3, 0, "1+3"], indirect=True)
+def test_any_sequence_of_changes_is_that_of_an_array(rt: Any) -> None:
     """The contents are replaced, grow, shrink, are freed and written in place, in any order, and calls read them."""
-    rt = shared_runtimes[where]
     rng = np.random.default_rng(rt.world_size)
     read = rt.function(lambda x: (x, len(x)), outputs=("gather", "sum"))
     d, model = rt.data(numbers("f4", (5, 2), 0), name="d"), numbers("f4", (5, 2), 0)

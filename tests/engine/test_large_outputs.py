@@ -183,12 +183,9 @@ def add(a: Any, b: Any) -> Any:
 # ----- no rows at all
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_without_rows_ops_that_would_count_the_workers_are_refused(
-    subtests: Any, shared_runtimes: Any, where: Any
-) -> None:
+@pytest.mark.parametrize("rt", WHERE, indirect=True)
+def test_without_rows_ops_that_would_count_the_workers_are_refused(subtests: Any, rt: Any) -> None:
     """Unless each rank is to contribute its own."""
-    rt = shared_runtimes[where]
     for op in ("sum", "prod", "gather", add):
         with subtests.test(op=op):
             f = rt.function(
@@ -212,9 +209,8 @@ def test_without_rows_ops_that_would_count_the_workers_are_refused(
 # ----- rows of variables that the function closes over
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_closed_over_shards_are_rows_to_divide(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
+@pytest.mark.parametrize("rt", WHERE, indirect=True)
+def test_closed_over_shards_are_rows_to_divide(subtests: Any, rt: Any) -> None:
     s = rt.shared(np.zeros((1, 3)), sharded=True)
 
     def moments(w: np.ndarray) -> Any:
@@ -263,9 +259,8 @@ def test_serial_calls_have_whole_variables_and_cannot_assign_shards(shared_runti
     assert g() == 4.0
 
 
-@pytest.mark.parametrize("where", [2, "1+1"])
-def test_variables_that_are_divided_unlike_give_no_average(where: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[where]
+@pytest.mark.parametrize("rt", [2, "1+1"], indirect=True)
+def test_variables_that_are_divided_unlike_give_no_average(rt: Any) -> None:
     s, t = rt.shared(np.arange(5.0), sharded=True, name="s"), rt.shared(np.arange(7.0), sharded=True, name="t")
     double = rt.shared(np.arange(10.0), sharded=True, name="double")
     double[0] = np.arange(6.0)

@@ -68,7 +68,7 @@ def taken(results: Iterator[Any], error: type[BaseException], match: str | None 
     return got, caught.value
 
 
-with_two_workers = pytest.mark.parametrize("kind", [2, "1+1"])
+with_two_workers = pytest.mark.parametrize("rt", [2, "1+1"], indirect=True)
 """On one machine, or on two nodes."""
 
 
@@ -248,9 +248,9 @@ def test_an_array_that_items_change_while_they_are_taken(rt: Any, size: int) -> 
 
 
 @with_two_workers
-def test_a_loop_that_is_left_and_another_call(reused: Any, kind: Any, gate: Gate) -> None:
+def test_a_loop_that_is_left_and_another_call(rt: Any, gate: Gate) -> None:
     """What is left running is ended, and not waited for. A generator of items is closed at once."""
-    rt, closed = reused(kind), []
+    closed: list[bool] = []
 
     def items() -> Iterator[int]:
         try:
@@ -356,8 +356,7 @@ def test_what_the_program_changes_counts_for_the_chunks_that_are_sent_after_it(r
 
 
 @with_two_workers
-def test_shared_variables_are_read_and_not_assigned(kind: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[kind]
+def test_shared_variables_are_read_and_not_assigned(rt: Any) -> None:
     w = rt.shared(np.arange(3.0), name="weights")
     rows = rt.shared(np.arange(4.0), sharded=True, name="rows")
     kept = rt.resident({"k": 5})
@@ -483,8 +482,7 @@ def test_a_worker_that_dies_while_it_has_no_items(rt: Any) -> None:
 
 
 @with_two_workers
-def test_runtime_interrupt_and_time_limits(reused: Any, kind: Any, gate: Gate) -> None:
-    rt = reused(kind)
+def test_runtime_interrupt_and_time_limits(rt: Any, gate: Gate) -> None:
     total = rt.function(lambda x: x.sum(), outputs="sum")
     with same_workers(rt):
         results = rt.map(stay_from(1, gate), range(9), batch_size=1)

@@ -99,11 +99,8 @@ def mute_at_1(n: int) -> int:
     return n
 
 
-@pytest.mark.parametrize("kind", [0, 2])
-def test_an_error_that_cannot_say_what_it_is_is_one_like_any_other(
-    shared_runtimes: Any, kind: int, tmp_path: Path
-) -> None:
-    rt = shared_runtimes[kind]
+@pytest.mark.parametrize("rt", [0, 2], indirect=True)
+def test_an_error_that_cannot_say_what_it_is_is_one_like_any_other(rt: Any, tmp_path: Path) -> None:
     with synk.Executor(runtime=rt, on_error="return") as executor:
         maps = (
             functools.partial(rt.map, on_error="return"),
@@ -118,12 +115,11 @@ def test_an_error_that_cannot_say_what_it_is_is_one_like_any_other(
         list(rt.map(mute_at_1, range(3)))
 
 
-@pytest.mark.parametrize("kind", [0, 2])
+@pytest.mark.parametrize("rt", [0, 2], indirect=True)
 def test_an_error_that_a_function_returns_is_a_result(
-    shared_runtimes: Any, kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For instance one of an earlier map: nothing has failed here."""
-    rt = shared_runtimes[kind]
     monkeypatch.setattr("tqdm.auto.tqdm.monitor_interval", 0)  # no thread, which would outlive the test
 
     def named(each: Any) -> Any:

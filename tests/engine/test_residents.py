@@ -25,7 +25,7 @@ from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError
 
 Reused = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-on_one_machine_and_two = pytest.mark.parametrize("kind", [2, "1+1"])
+on_one_machine_and_two = pytest.mark.parametrize("rt", [2, "1+1"], indirect=True)
 
 
 class Log:
@@ -127,9 +127,8 @@ def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind:
         assert logs(rt, log) == [model.calls] * rt.world_size
 
 
-@pytest.mark.parametrize("kind", [2, 0, "1+3"])
-def test_every_rank_has_one_that_all_functions_mean(shared_runtimes: Any, kind: Any) -> None:
-    rt = shared_runtimes[kind]
+@pytest.mark.parametrize("rt", [2, 0, "1+3"], indirect=True)
+def test_every_rank_has_one_that_all_functions_mean(rt: Any) -> None:
     original, x = Log(), np.zeros(rt.world_size)
     log, other = rt.resident(original), rt.resident(Log(), name="other")
     make_step(rt, log)(np.ones(8))
@@ -146,9 +145,8 @@ def test_every_rank_has_one_that_all_functions_mean(shared_runtimes: Any, kind: 
 
 
 @on_one_machine_and_two
-def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_runtimes: Any, kind: Any) -> None:
+def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(rt: Any) -> None:
     """Also where nothing but one repeated call follows."""
-    rt = shared_runtimes[kind]
     rows, log = rt.data(np.zeros(2)), rt.resident(Log())
 
     def make_watch(log: synk.Resident) -> Any:
@@ -225,9 +223,8 @@ def test_a_submitted_step_is_not_begun_after_one_that_failed(rt: Any) -> None:
 
 
 @on_one_machine_and_two
-def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) -> None:
+def test_an_exception_leaves_all_ranks_alike(rt: Any) -> None:
     """``step_counted`` says whether the call counts."""
-    rt = shared_runtimes[kind]
     log = rt.resident(Log(), name="log")
 
     def half(x: np.ndarray) -> float:
@@ -249,9 +246,8 @@ def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) ->
 
 
 @on_one_machine_and_two
-def test_a_time_limit_leaves_all_ranks_alike_and_tears_no_shielded_section(reused: Reused, kind: Any) -> None:
+def test_a_time_limit_leaves_all_ranks_alike_and_tears_no_shielded_section(rt: Any) -> None:
     """The limit falls into the section on every rank, and each comes to its end."""
-    rt = reused(kind)
     log = rt.resident(Log(), name="log")
     step = make_step(rt, log)
     step(np.ones(4))

@@ -58,10 +58,9 @@ def test_shared_variables_make_calls_wait_for_one_another(shared_runtimes: Any) 
     np.testing.assert_array_equal(w.value, expected)
 
 
-@pytest.mark.parametrize("where", [3, "1+1"])
-def test_functions_communicate_while_calls_overlap(reused: Any, where: Any) -> None:
+@pytest.mark.parametrize("rt", [3, "1+1"], indirect=True)
+def test_functions_communicate_while_calls_overlap(rt: Any) -> None:
     """Ranks that drift apart by whole calls meet in the right one, also where one of them does not communicate."""
-    rt = reused(where)
 
     def work(x: Any, number: Any) -> Any:
         time.sleep(0.002 * ((synk.comm.rank + int(number)) % 3))

@@ -240,11 +240,10 @@ def ends(error: BaseException | None) -> int:
 ENDS = {SystemExit(3): 3, SystemExit("a text"): 1, SystemExit(): 0, ValueError("in the child"): 1, None: 0}
 
 
-@pytest.mark.parametrize("kind", [0, 2])
+@pytest.mark.parametrize("rt", [0, 2], indirect=True)
 def test_E1_a_child_that_a_function_has_forked_ends_as_a_program_does(
-    reused: Fork, kind: int, capfd: pytest.CaptureFixture[str]
+    rt: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rt = reused(kind)
     called = rt.function(lambda x, error: ends(error), bcast_inputs="error", outputs=None)
     assert list(rt.map(ends, ENDS)) == list(ENDS.values())
     first = capfd.readouterr().err

@@ -156,11 +156,10 @@ def spoiler(spoil: Callable[[Any], Any]) -> Callable[..., Any]:
     return work
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+@pytest.mark.parametrize("rt", [0, 1, 2], indirect=True)
+def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(subtests: Any, rt: Any) -> None:
     """Written in one call, read in the next one, other data, same shape; plain arrays and ``Data``, rows and whole."""
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[where]
     ops, broadcast = ("sum", "sum", "max", "max", "gather", "gather"), ("w", "v", "flag")
     for write, size in itertools.product(WRITES, SIZES):
         f = rt.function(spoiler(WRITES[write]), outputs=ops, bcast_inputs=broadcast, framework="torch")
