@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,35 +80,20 @@ def test_variables_can_be_swapped_and_views_of_them_assigned(shared_runtimes: An
 
 
 def test_all_functions_share_the_one_replica_of_each_rank(rt: Any) -> None:
-    """Built together or later, redefined, through closures, partials, methods and objects."""
-    w = rt.shared(np.zeros(1), name="w")
-
-    class Holder:
-        def __init__(self) -> None:
-            self.state = {"w": w}
-
-        def add(self, x: np.ndarray) -> Any:
-            self.state["w"].value = self.state["w"].value + 1
-            return w.value
+    """Built together or later, through closures, partials and objects."""
+    w, x = rt.shared(np.zeros(1)), np.ones(rt.world_size)
+    holder = SimpleNamespace(state={"w": w})
 
     def add(variable: Any, x: np.ndarray) -> Any:
         variable.value = variable.value + 1
-        return variable.value
+        return w.value
 
-    first = rt.function(lambda x: add(w, x), outputs="max")
-    second = rt.function(named("second", functools.partial(add, w)), outputs="max")
-    x = np.ones(rt.world_size)
+    fns = (lambda x: add(w, x), functools.partial(add, w), lambda x: add(holder.state["w"], x))
+    first, second = (rt.function(named("early", fn), outputs="max") for fn in fns[:2])
     rt.distribute()
-    assert first(x) == 1
-    assert second(x) == 2
-    later = rt.function(Holder().add, outputs="max")
-    assert later(x) == 3
-    for count in (4, 5):  # a redefined function is sent again
-
-        def again(x: np.ndarray) -> Any:
-            return add(w, x)
-
-        assert rt.function(again, outputs="max")(x) == count
+    assert [first(x), second(x)] == [1, 2]
+    for count, fn in enumerate(fns, 3):
+        assert rt.function(named("late", fn), outputs="max")(x) == count
     assert first(x) == 6
     assert_same(everywhere(rt, w), [np.array([6.0])] * rt.world_size)
 
