@@ -36,8 +36,7 @@ def totals(rt: Any, name: str) -> dict[tuple[str, str], tuple[str, int, int]]:
     }
 
 
-def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_transfers_are_counted_by_argument_and_kind(rt: Any) -> None:
     f = rt.function(
         named("by argument", lambda x, y, w, options: (x * y).sum() + w.sum() + len(options)),
         bcast_inputs=("w", "options"),
@@ -89,9 +88,8 @@ def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
     assert calls == 1 and nbytes >= 9 * (8 + 8)  # its columns are one argument
 
 
-def test_what_counts_as_one_function(shared_runtimes: Any) -> None:
+def test_what_counts_as_one_function(rt: Any) -> None:
     """Two lambdas are two rows, and one in a loop is one. Failed calls do not count; the items of a map do."""
-    rt = shared_runtimes[2]
     rt.profile.reset()
     assert rt.profile.records == {} and rt.profile.transfers == [] and rt.profile.ranks == []
     rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
@@ -148,9 +146,9 @@ def test_what_each_rank_has_done(shared_runtimes: Any) -> None:
     assert waits_s < sum(each.function_s for each in ranks)
 
 
-def test_what_the_program_does_meanwhile_is_not_the_time_of_calls(shared_runtimes: Any) -> None:
+def test_what_the_program_does_meanwhile_is_not_the_time_of_calls(rt: Any) -> None:
     """Nor is their turn behind others, or the sum over ranks that run items at the same time."""
-    rt, streamed = shared_runtimes[2], named("streamed", lambda x: time.sleep(0.005))
+    streamed = named("streamed", lambda x: time.sleep(0.005))
     ways = {
         "streamed": rt.function(streamed, outputs=None).stream(np.ones((12, 4))),
         "mapped": rt.map(named("mapped", lambda item: time.sleep(0.005)), range(12), batch_size=1),
@@ -162,8 +160,7 @@ def test_what_the_program_does_meanwhile_is_not_the_time_of_calls(shared_runtime
         assert 12 * 5_000_000 / 2 <= rt.profile.records[name].wall_ns < time.monotonic_ns() - began_ns
 
 
-def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_it_is_shown_as_a_table(rt: Any) -> None:
     rt.profile.reset()
     for name in ("cheap", "dear"):
         rt.function(named(name, lambda x: x.sum()), outputs="sum")(np.ones(4))
@@ -185,9 +182,8 @@ def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     assert [each[3:] for each in lines[1:3]] == [["data", "1", "0.16"], ["shared", "1", "0.00"]]
 
 
-def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any) -> None:
+def test_other_threads_may_read_and_reset_it_at_any_moment(rt: Any) -> None:
     """Who reads sees a call whole or not at all, reading changes no number, and a reset fails no call."""
-    rt = shared_runtimes[2]
     f = rt.function(named("read meanwhile", lambda x: x.sum()), outputs="sum")
     f(np.ones(4))
     rt.profile.reset()
@@ -208,9 +204,8 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
     assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 1, 32)
 
 
-def test_one_line_says_what_dominates(shared_runtimes: Any, subtests: Any) -> None:
+def test_one_line_says_what_dominates(rt: Any, subtests: Any) -> None:
     """Of 10 s, which are set here: copies, work and the rank that has most of it, waits, or what it costs to divide."""
-    rt = shared_runtimes[2]
     f = rt.function(named("uneven", lambda x, y: time.sleep(0.005 * synk.comm.rank)), outputs=None)
     cases = {
         (6, 2, 1): r"60% .* went to the copy of y for 'uneven': keep it in synk\.data\.",
@@ -239,9 +234,9 @@ EPSILON_S = 1e-6
 
 
 @pytest.fixture
-def rt(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A runtime with two workers, which is the current one."""
-    return made_current(shared_runtimes[2], monkeypatch)
+def current(rt: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The runtime of most tests, which is the current one."""
+    return made_current(rt, monkeypatch)
 
 
 def made_current(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -278,9 +273,9 @@ def check_apart(places: dict[tuple[int, str], list[tuple[float, float, str]]]) -
             assert is_after or is_inside, (name, later)
 
 
-def test_the_spans_of_plain_calls(rt: Any, tmp_path: Path) -> None:
-    f = rt.function(named("summed", lambda x: time.sleep(0.002) or x.sum()), outputs="sum")
-    rt.function(named("before", lambda x: x.sum()), outputs="sum").submit(np.ones(8))
+def test_the_spans_of_plain_calls(current: Any, tmp_path: Path) -> None:
+    f = current.function(named("summed", lambda x: time.sleep(0.002) or x.sum()), outputs="sum")
+    current.function(named("before", lambda x: x.sum()), outputs="sum").submit(np.ones(8))
     time.sleep(0.01)  # it is over on the ranks, but nobody has asked
     began = time.monotonic()
     with trace(tmp_path / "run.json"):
@@ -302,12 +297,12 @@ def test_the_spans_of_plain_calls(rt: Any, tmp_path: Path) -> None:
             assert sent - EPSILON_S <= start <= end <= heard + EPSILON_S
 
 
-def test_spans_of_ones_own_here_and_in_functions(rt: Any, tmp_path: Path) -> None:
+def test_spans_of_ones_own_here_and_in_functions(current: Any, tmp_path: Path) -> None:
     def with_spans(x: np.ndarray) -> float:
         with span("on a rank"):
             return float(x.sum())
 
-    f = rt.function(with_spans, outputs="sum")
+    f = current.function(with_spans, outputs="sum")
     with span("before the trace"):
         f(np.ones(2))
     with trace(tmp_path / "run.json"):
@@ -323,7 +318,7 @@ def test_spans_of_ones_own_here_and_in_functions(rt: Any, tmp_path: Path) -> Non
     for process in (1, 2):
         assert [name for *_, name in places[process, "span MainThread"]] == ["on a rank"] * 3
     names = {name for spans in places.values() for *_, name in spans}
-    assert not [name for name in names | set(rt.profile.records) if "pickled_spans" in name]
+    assert not [name for name in names | set(current.profile.records) if "pickled_spans" in name]
     with pytest.raises(TypeError, match="cannot begin a span: got the name 3"), span(3):  # type: ignore[arg-type]
         pass
 
@@ -350,13 +345,13 @@ def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_what_is_in_flight_at_the_end_belongs_to_it(rt: Any, tmp_path: Path) -> None:
-    f = rt.function(named("in flight", lambda x: x.sum()), outputs="sum")
+def test_what_is_in_flight_at_the_end_belongs_to_it(current: Any, tmp_path: Path) -> None:
+    f = current.function(named("in flight", lambda x: x.sum()), outputs="sum")
     with trace(tmp_path / "calls.json"):
         calls = [f.submit(np.ones(8)) for _ in range(3)]
     assert [call.result() for call in calls] == [8] * 3
     with trace(tmp_path / "map.json"):
-        results = iter(rt.map(abs, range(2), batch_size=1))
+        results = iter(current.map(abs, range(2), batch_size=1))
         next(results)
     assert list(results) == [1]
     places = [by_place(tmp_path / f"{each}.json") for each in ("calls", "map")]
