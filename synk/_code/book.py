@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._code.arrays import ArrayContents, copy_bytes
@@ -44,7 +44,7 @@ from synk._code.modules import (
     reached_from,
 )
 from synk._code.packing import Address, ComesApart, ComesFirst, PartsPickler, SharedBytes
-from synk._code.parcels import Handle, Host, Node, Parcel, Shelf, end_captures
+from synk._code.parcels import Handle, Node, Parcel, Shelf, end_captures
 from synk._code.trees import Tree
 from synk._pure.interrupts import raise_if_of_handler
 from synk._pure.tensors import is_tensor
@@ -82,9 +82,11 @@ class Book(Shelf):
 
     Parameters
     ----------
-    host : Host
-        The runtime. If it ``is_inline``, the one rank is in this process and shares the program's modules. Without
-        shared memory, large arrays travel in the pickles.
+    engine : Engine
+        If it ``is_inline``, the one rank is in this process and shares the program's modules. Without shared memory,
+        large arrays travel in the pickles.
+    drop_parcel : callable
+        Has the ranks forget a parcel, and globals: (address of the namespace, name).
 
     Attributes
     ----------
@@ -96,8 +98,9 @@ class Book(Shelf):
         By id, what the last update has sent and whose pickle is another one already: it is sent with each update.
     """
 
-    def __init__(self, host: Host) -> None:
-        super().__init__(host)
+    def __init__(self, engine: Any, drop_parcel: Callable[[Parcel, list[Any]], None]) -> None:
+        super().__init__(engine)
+        self._drop_parcel = drop_parcel
         self._modules: dict[str, _Module] = {}
         self._modules_before: dict[str, _Module | None] = {}  # what roll_back restores
         self._entries: dict[int, _Entry] = {}
@@ -428,7 +431,7 @@ class Book(Shelf):
 
     def _modules_of(self, function_id: int) -> list[str]:
         self._reached.clear()
-        if self.host.is_inline:
+        if self.engine.is_inline:
             return []
         return self._reached_from(self._needs([self._entries[function_id].parcel]))
 
@@ -526,7 +529,7 @@ class Book(Shelf):
                     unbound.append((node.address, change.key))
         self._forget_nodes(parcel)
         self.parcels.pop(parcel.number, None)
-        self.host.drop_parcel(parcel, [] if has_failed else unbound)
+        self._drop_parcel(parcel, [] if has_failed else unbound)
         parcel.release()
 
     def _forget_nodes(self, parcel: Parcel) -> None:
@@ -588,7 +591,7 @@ class Book(Shelf):
         """
         own, needed = self._own(function_id), self._needs([self._entries[function_id].parcel])
         of_modules = [handle for parcel in needed - own for handle in parcel.handles]
-        if self.host.is_inline:
+        if self.engine.is_inline:
             for name in self._reached_from(own):
                 of_modules += [value for value in vars(sys.modules[name]).values() if isinstance(value, Handle)]
         return [handle for parcel in own for handle in parcel.handles], of_modules

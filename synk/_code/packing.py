@@ -253,7 +253,7 @@ class PartsPickler(HandlePickler):
 
     def _note_module(self, name: Any) -> None:
         if is_users_module(name):
-            if not self._book.host.is_inline:
+            if not self._book.engine.is_inline:
                 self._come_first(name)
             self._parcel.modules_met.add(name)
 
@@ -319,7 +319,7 @@ class PartsPickler(HandlePickler):
 
     def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
         is_array = isinstance(obj, np.ndarray)
-        mapped = recipe_of_map(obj) if is_array and self._book.host.has_shared_memory else None
+        mapped = recipe_of_map(obj) if is_array and self._book.engine.has_shared_memory else None
         if mapped is not None:
             self._meet(obj, lambda _: State(obj, recipe_of_map, (*mapped, None)))
             return mapped
@@ -329,8 +329,8 @@ class PartsPickler(HandlePickler):
             recipe = super().reducer_override(obj)
             self.leave_out(recipe[2][1] if is_array and recipe is not NotImplemented else table_of(obj))
             return recipe
-        if facet.is_large and self._book.host.has_shared_memory:
-            self.segment_id = self.segment_id or self._book.host.new_id()
+        if facet.is_large and self._book.engine.has_shared_memory:
+            self.segment_id = self.segment_id or next(self._book.engine.numbers)
             facet.place = Mapped(self.segment_id, self.arrays_nbytes, facet.nbytes)
             self.arrays.append(facet)
             self.arrays_nbytes += round_up(facet.nbytes, PAGE_NBYTES)

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from synk._code.facets import Change, Facet, Names, contents
 from synk._code.trees import Tree
@@ -173,20 +173,6 @@ class Parcel:
         self.segment = None
 
 
-class Host(Protocol):
-    """The part of a runtime that its book uses: numbers for segments, and how parcels are dropped."""
-
-    @property
-    def is_inline(self) -> bool: ...
-
-    @property
-    def has_shared_memory(self) -> bool: ...
-
-    def new_id(self) -> int: ...
-
-    def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None: ...
-
-
 class _Cell:
     """Stands for an empty cell in a pickle."""
 
@@ -219,8 +205,8 @@ class Shelf:
         Roots of trees that are no units, because parts of them are captured as well.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
         self.known: dict[int, Node] = {}
         self.namespaces: dict[int, Node] = {}
         self.parcels: dict[int, Parcel] = {}

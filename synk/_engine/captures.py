@@ -86,7 +86,7 @@ class Functions:
     def __init__(self, engine: Any, on_restart: tuple[Any, dict[str, Any]] | None) -> None:
         self._engine = weakref.proxy(engine)
         self.on_restart = on_restart
-        self.book = Book(self)
+        self.book = Book(self._engine, self._drop_parcel)
         self.state = 0
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
@@ -95,21 +95,9 @@ class Functions:
         self.unsettled: list[Any] = []
         self.is_torn = False
 
-    # -- what the book needs -------------------------------------------------------------------------------------------
+    # -- dropping -----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_inline(self) -> bool:
-        return bool(self._engine.is_inline)
-
-    @property
-    def has_shared_memory(self) -> bool:
-        return bool(self._engine.has_shared_memory)
-
-    def new_id(self) -> int:
-        """Return the number of the next segment."""
-        return int(next(self._engine.numbers))
-
-    def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+    def _drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         """Have the ranks forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._engine.by_rank:
             worker.parcels.discard(parcel.number)
@@ -195,7 +183,7 @@ class Functions:
     def begin_anew(self) -> None:
         """Forget what was sent: all ranks are about to be replaced."""
         self.book.clear()
-        self.book = Book(self)
+        self.book = Book(self._engine, self._drop_parcel)
         self.is_torn = False
         self.state += 1
         self.unsettled = []

@@ -129,11 +129,6 @@ class PendingCall(Hinting, Generic[R]):
         self._session.check_process("look at a call")
         self._session.if_free(lambda: self._settle(time.monotonic(), is_polled=True))
 
-    def _descriptors(self) -> list[int]:
-        """Return the descriptors that report answers and deaths."""
-        found: list[int] = self._session.processes.descriptors()
-        return found
-
     @verb
     def result(self, timeout: float | None = None) -> R:
         """Wait for the call to end and return its result.
@@ -193,7 +188,7 @@ class PendingCall(Hinting, Generic[R]):
         import asyncio  # takes 30 ms, and the caller already has it
 
         while not self.done():
-            await wait_readable(self._descriptors)
+            await wait_readable(self._session.processes.descriptors)
             if not self.done():  # another call was answered, or another thread holds the runtime
                 await asyncio.sleep(_PAUSE_S)
         return self.result()
@@ -239,12 +234,9 @@ class PendingCall(Hinting, Generic[R]):
         if self._callbacks:
             self._call_back()
 
-    @property
-    def _state(self) -> str:
-        return "in flight" if self._launched is not None else "failed" if self._error is not None else "done"
-
     def __repr__(self) -> str:
-        return f"<synk.PendingCall of {self.name!r}, {self._state}>"
+        state = "in flight" if self._launched is not None else "failed" if self._error is not None else "done"
+        return f"<synk.PendingCall of {self.name!r}, {state}>"
 
 
 class _Unasked:

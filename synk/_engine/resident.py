@@ -70,9 +70,7 @@ class Resident(Handle):
         verb = f"get resident object {self.name!r}"
         if not 0 <= rank < session.world_size:
             raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.world_size - 1}.")
-        with session.entered(verb):
-            session.begin(verb)
-            return session.residents.copy_of(resident, rank, verb, session.deadline(None), "whole")
+        return session.run(verb, session.residents.copy_of, resident, rank, verb, "whole")
 
     @verb
     def set(self, value: Any) -> None:
@@ -117,9 +115,7 @@ class Resident(Handle):
         session, resident = self._session, self._referent
         verb = f"save resident object {self.name!r}"
         resident.check_has_dump(verb)
-        with session.entered(verb):
-            session.begin(verb)
-            state = session.residents.copy_of(resident, 0, verb, session.deadline(None), "kept")
+        state = session.run(verb, session.residents.copy_of, resident, 0, verb, "kept")
         plain_values.check(state, f"resident object {self.name!r}")
         return state
 
@@ -138,10 +134,7 @@ class Resident(Handle):
         verb = f"load resident object {self.name!r}"
         self._referent.check_has_dump(verb)
         state = pickle.dumps(plain_values.read(path), protocol=5)
-        session = self._session
-        with session.entered(verb):
-            session.begin(verb)
-            session.residents.restore(self._referent, state, session.deadline(None))
+        self._session.run(verb, self._session.residents.restore, self._referent, state)
 
     def __reduce__(self) -> Any:
         raise TypeError(

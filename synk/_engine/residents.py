@@ -225,10 +225,10 @@ class Residents(Living[ResidentObject]):
         data: bytes = self.engine.ask({rank: dump}, what, "resident", deadline)[rank]
         return data
 
-    def copy_of(self, resident: ResidentObject, rank: int, verb: str, deadline: float | None, wanted: str) -> Any:
+    def copy_of(self, resident: ResidentObject, rank: int, verb: str, wanted: str) -> Any:
         """Return a copy of a rank's object, or of what its ``dump`` returns; see ``Rank.dumped``."""
         self.bring_into_line([resident], verb)
-        data = self.fetch(resident, rank, deadline, wanted)
+        data = self.fetch(resident, rank, self.engine.deadline(None), wanted)
         try:
             return pickle.loads(data)
         except Exception as error:
@@ -237,11 +237,11 @@ class Residents(Living[ResidentObject]):
                 f"cannot load resident object {resident.name!r} from rank {rank}: {text_of(error)}."
             ) from error
 
-    def restore(self, resident: ResidentObject, state: bytes, deadline: float | None) -> None:
+    def restore(self, resident: ResidentObject, state: bytes) -> None:
         """Bring every rank's object into a state."""
         resident.state, resident.lost, resident.has_changed = state, "", False
         self.engine.retell(resident.number)
-        self.settle([resident], f"set resident object {resident.name!r}", deadline)
+        self.settle([resident], f"set resident object {resident.name!r}", self.engine.deadline(None))
 
     def back_up(self, deadline: float | None) -> None:
         """Keep the state of all objects in the program: all ranks are about to be replaced."""

@@ -172,10 +172,6 @@ class Variable(Thing):
             raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
         return [shapes[0][0] for shapes in self.value_shapes]
 
-    def skeleton(self) -> bytes:
-        """Return the pickled nesting of the value, with the position of each leaf in its place."""
-        return dumps(skeleton_of(self.structure, len(self.dtypes)))
-
     # -- places -------------------------------------------------------------------------------------------------------
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
@@ -190,8 +186,9 @@ class Variable(Thing):
         segments = segments[1:] if number else segments
         sizes = [segment.nbytes for segment in segments]
         self._told[rank] = [self.value_shapes[rank]] * 4
+        skeleton = dumps(skeleton_of(self.structure, len(self.dtypes)))
         return (
-            self.name, self.skeleton(), self.dtypes, self.is_sharded, number, sizes, found, self.value_shapes[rank],
+            self.name, skeleton, self.dtypes, self.is_sharded, number, sizes, found, self.value_shapes[rank],
         ), segments  # fmt: skip
 
     def leaves(self, rank: int) -> list[np.ndarray]:

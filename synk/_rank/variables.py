@@ -58,7 +58,6 @@ class Replica:
         self._store = store
         self._shapes: list[Shapes] = [()] * 4
         self._views: list[list[np.ndarray] | None] = [None] * 4
-        self._structure: Any = None
 
     def told(self, number: int, payload: Any, segments: Sequence[Segment], rank: int) -> None:
         """Take in what the program says: the places, and the shapes of the value."""
@@ -69,7 +68,7 @@ class Replica:
         self._shapes, self._views = [found] * 4, [None] * 4
         self._kept = segments[0]
         self._is_reserved = segments[0].arena is not None
-        self._structure = None
+        self._structure: Any = None
         del self._structure  # so that the next use calls __getattr__, which loads the new one
 
     def __getattr__(self, name: str) -> Any:
