@@ -112,7 +112,7 @@ def test_traces() -> None:
 def test_the_page_lists_what_is_refused() -> None:
     page = (Path(PACKAGE_FOLDER) / "docs" / "cluster.md").read_text(encoding="utf-8")
     table = page.split("## What does not work yet")[1]
-    verbs = ("synk.torch.DataParallel", "synk.profiler.trace")
+    verbs = ("synk.torch.DataParallel", "synk.profiler.trace", "item_timeout")
     missing = [name for name in (*verbs, *OPTIONS) if not re.search(rf"`[^`]*{re.escape(name)}\b", table)]
     assert not missing, f"add to the table of docs/cluster.md: {missing}"
 
