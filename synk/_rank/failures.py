@@ -15,6 +15,7 @@ import sys
 import traceback
 from typing import Any
 
+from synk._pure.tensors import recipe_of_part
 from synk._pure.words import TEXT_CAP, argument_hint, message_of, text_of
 from synk._wire.messages import Failure
 from synk._wire.parcels import TravelPickler
@@ -44,7 +45,7 @@ class HostPickler(TravelPickler):
         moved = on_host(obj)
         if moved is not obj:
             return moved.__reduce_ex__(5)
-        return super().reducer_override(obj)
+        return recipe_of_part(obj) or super().reducer_override(obj)
 
 
 def dumps(obj: Any, max_nbytes: float = math.inf) -> bytes:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.tensors import recipe_of_part
 from synk._pure.words import short_repr, text_of
 from synk._rank.failures import HostPickler
 from synk._rank.outputs import Published
@@ -170,9 +169,6 @@ class _ResultPickler(HostPickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (np.ndarray, np.memmap) and not obj.flags.writeable:  # a large item, or a view of one
             return obj.copy("K").__reduce_ex__(5)
-        part = recipe_of_part(obj)
-        if part is not None:
-            return part
         return super().reducer_override(obj)
 
 

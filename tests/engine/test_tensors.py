@@ -6,6 +6,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,10 @@ def test_tensors_in_a_list_of_rows_come_back_like_other_tensors(shared_runtimes:
         for row, found in zip(x, f(x, num_slices=num_slices), strict=True):
             assert_same((found["view"], found["grad"], found["mean"]), (row, row, float(row.mean())))
             assert (found["view"].untyped_storage().nbytes(), found["grad"].requires_grad) == (8, False)
+    objects = shared_runtimes[2].function(
+        lambda x: [SimpleNamespace(row=row) for row in x], outputs="gather", framework="torch"
+    )
+    assert [found.row.untyped_storage().nbytes() for found in objects(x)] == [8] * 6
 
 
 # -- from call to call ------------------------------------------------------------------------------------------------
