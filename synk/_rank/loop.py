@@ -50,7 +50,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 
     def on_interrupt(signum: int, frame: Any) -> None:
         if not rank.on_interrupt(frame):
-            threading.Timer(AGAIN_S, signal.pthread_kill, (threading.get_ident(), signum)).start()
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), signum)).start()
 
     signal.signal(signal.SIGINT, on_interrupt)
     rank.failpoint("start.ready")
