@@ -595,7 +595,7 @@ def run(rank: int, call: int) -> Block:
     """Outputs go into the slot."""
     check = block("Rank.check_interrupt", note("load INTERRUPT"))
     publish = block("publish", store(f"slots[{rank}]", call))
-    steps = note("call begin"), note("call check_interrupt"), check, note("call finish")
+    steps = note("call begin"), note("call check_interrupt"), check
     return block("RankPlan.answer", *steps, note("call publish"), publish)
 
 

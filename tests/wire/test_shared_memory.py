@@ -122,7 +122,7 @@ def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps
     before, mine_before, places_before = run(10)
     after, mine_after, places_after = run(num_steps)
     assert places_after == places_before
-    assert max(np.subtract(after, before)) < 1024
+    assert max(np.subtract(after, before)) < 2048  # kilobytes: the allocator keeps one array for the next
     assert mine_after - mine_before < 2048
     assert_same(params.value["w"], np.full((64, 8), -30.0 - num_steps), is_rounded=True)
 
