@@ -6,11 +6,11 @@ from support.edited_module import LIBRARY
 from support.harness import script
 
 DRIVER = '''
-import sys
+import sys, tempfile
 from support import harness
 from jupyter_client.manager import KernelManager
 
-manager = KernelManager(transport="ipc")
+manager = KernelManager(transport="ipc", ip=tempfile.mkdtemp() + "/kernel")  # else all kernels in a folder share a name
 manager.start_kernel()
 client = manager.client()
 client.start_channels()
@@ -169,6 +169,7 @@ FORKED_AGAIN = """
 first = pids
 assert run("w = synk.shared(np.ones(2), name='w')")[0] == "ok"
 status, printed = run(START)
+assert printed.count("\\n") == 2, printed
 told, numbers = printed.splitlines()
 assert "the cell was run again" in told and "'w'" in told, told
 pids = [int(pid) for pid in numbers.split()]
