@@ -282,7 +282,7 @@ def _compare(function: Any, few: Few, result: Any, end: float | None, before: li
     copy = tried(copied, function._callee.fn, max_nbytes=MAX_NBYTES)
     runs = Runs(function, copy, few.args, few.kwargs, limit_of(function, end))
     said = _judged(function.__name__, runs, few)
-    if said == "" and few.rows is not None:
+    if said == "" and few.rows is not None and few.num_rows > 3:  # of three it would leave two, which tell nothing
         with contextlib.suppress(Unknown):
             said = _judged(function.__name__, runs, few.unevenly())
     return said
