@@ -1,5 +1,5 @@
-"""A message between two ranks: its form in a ring, what each side remembers of it, and what both mailboxes wait for.
-Touches no shared words.
+"""A message between two ranks: its form in a ring, what each side remembers of it, and how both mailboxes wait for
+it. Touches shared words only by a rendezvous.
 """
 
 from __future__ import annotations
